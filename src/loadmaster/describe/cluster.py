@@ -1,0 +1,192 @@
+"""Devices, links and clusters: what a step runs on.
+
+The catalogue (`catalog/devices.toml`) gives dense peaks, memory and links with the source of each figure;
+`loadmaster measure` writes the same form for the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from loadmaster.errors import InvalidInput
+from loadmaster.units import parse_count
+
+__all__ = ["Cluster", "Device", "Link", "device_names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator (or one CPU rank).
+
+    Attributes:
+        memory_bytes: what the device reports; memory_bandwidth: bytes/s.
+        peak_flops: dense FLOP/s by dtype, never 2:4 sparse; empty when unknown: no MFU is then printed.
+        source: where the figures come from.
+        price_per_hour: dollars, None when not given.
+        measured: the peaks were measured here, not read from a data sheet.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+    price_per_hour: float | None = None
+    measured: bool = False
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense peak FLOP/s for matrix products in `dtype`, or None when it is not known."""
+        if dtype == "fp32" and "fp32" not in self.peak_flops:
+            return self.peak_flops.get("tf32")
+        return self.peak_flops.get(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A tier of the network, seen by one device: latency in seconds, bandwidth in bytes/s each way."""
+
+    latency: float
+    bandwidth: float
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal devices.
+
+    Attributes:
+        intra_node, inter_node: a device's share of the tier.
+        memory_cap: bytes a rank may use, when less than the device has.
+
+    >>> c = Cluster.parse("64xh100-sxm")
+    >>> c.num_devices, c.num_nodes, c.device.peak("bf16")
+    (64, 8, 989400000000000.0)
+    """
+
+    device: Device
+    devices_per_node: int
+    num_nodes: int
+    intra_node: Link
+    inter_node: Link
+    memory_cap: int | None = None
+    source: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.devices_per_node * self.num_nodes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes a rank may use."""
+        return min(self.device.memory_bytes, self.memory_cap or self.device.memory_bytes)
+
+    def tier(self, ranks_span: int) -> Link:
+        """The slowest link that a group of neighbouring ranks spanning `ranks_span` devices crosses."""
+        return self.intra_node if ranks_span <= self.devices_per_node else self.inter_node
+
+    def resized(self, num_devices: int) -> Cluster:
+        """The same hardware with another number of devices.
+
+        Raises:
+            InvalidInput: more than a node and no multiple of it.
+        """
+        per_node = min(self.devices_per_node, num_devices)
+        if num_devices < 1 or num_devices % per_node:
+            raise InvalidInput(
+                "cluster.num_devices",
+                num_devices,
+                f"is no multiple of the {per_node} of a node",
+                "use whole nodes",
+            )
+        return replace(self, devices_per_node=per_node, num_nodes=num_devices // per_node)
+
+    @classmethod
+    def parse(cls, spec: str) -> Cluster:
+        """Read ``64xh100-sxm``, ``h100-sxm`` (one) or a path to a cluster file.
+
+        Raises:
+            InvalidInput: unknown device (the close ones are named) or count.
+        """
+        if spec.endswith(".toml"):
+            return cls.load(spec)
+        match = re.fullmatch(r"(?:(\d+)\s*x\s*)?([A-Za-z0-9][\w.-]*)", spec.strip())
+        if match is None:
+            raise InvalidInput(
+                "cluster", repr(spec), "is no cluster", "write e.g. 8xh100-sxm, or a path to a .toml file"
+            )
+        table = _catalogue().get(match[2].lower())
+        if table is None:
+            raise InvalidInput(
+                "cluster.device",
+                match[2],
+                "is not in the catalogue",
+                f"use {', '.join(device_names())}, or a .toml file",
+            )
+        return cls.from_dict({"device": table, **table}).resized(int(match[1] or 1))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Cluster:
+        """Read a cluster file, as `loadmaster measure` writes it.
+
+        Raises:
+            InvalidInput: the file is missing, no TOML, or lacks a field.
+        """
+        try:
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise InvalidInput(
+                "cluster", str(path), f"cannot be read ({error})", "give a file that loadmaster measure wrote"
+            ) from None
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
+        """Build from the parsed TOML of a cluster file."""
+        try:
+            device = data["device"]
+            built = Device(
+                name=str(device["name"]), memory_bytes=parse_count(device["memory_bytes"]),
+                memory_bandwidth=float(device["memory_bandwidth"]),
+                peak_flops={str(k): float(v) for k, v in device.get("peak_flops", {}).items()},
+                source=str(device.get("source", "")), price_per_hour=device.get("price_per_hour"),
+                measured=bool(device.get("measured", False)),
+            )  # fmt: skip
+            links = {
+                tier: Link(
+                    latency=float(data[tier]["latency"]),
+                    bandwidth=float(data[tier]["bandwidth"]),
+                    name=str(data[tier].get("name", "")),
+                )
+                for tier in ("intra_node", "inter_node")
+            }
+            cap = data.get("memory_cap")
+            return cls(
+                device=built, devices_per_node=int(data["devices_per_node"]), num_nodes=int(data.get("num_nodes", 1)),
+                memory_cap=None if cap is None else parse_count(cap), source=str(data.get("source", "")), **links,
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            raise InvalidInput(
+                "cluster", error, "is missing or has the wrong form", "see docs/cluster-file.md"
+            ) from None
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    text = resources.files("loadmaster.describe").joinpath("catalog/devices.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def device_names() -> tuple[str, ...]:
+    """Names in the catalogue."""
+    return tuple(_catalogue())

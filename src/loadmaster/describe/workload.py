@@ -1,0 +1,51 @@
+"""What one optimizer step has to do, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loadmaster.errors import InvalidInput
+
+__all__ = ["OPTIMIZERS", "Workload"]
+
+# moments kept per parameter
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1, "adagrad": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A step's work.
+
+    Attributes:
+        global_batch_size: sequences a step, over all ranks.
+        seq_len: tokens a sequence.
+        optimizer: one of `OPTIMIZERS`.
+        loss: ``cross_entropy`` (eager), ``fused`` (no fp32 logits kept), ``chunked``.
+        frozen: share of parameters that take no gradient is described by the model; this names the method:
+            ``none``, ``lora`` (adapters of `lora_rank` on every linear layer of the blocks).
+        causal: count attention FLOPs as causal (half), not full.
+    """
+
+    global_batch_size: int
+    seq_len: int
+    optimizer: str = "adamw"
+    loss: str = "cross_entropy"
+    frozen: str = "none"
+    lora_rank: int = 0
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("global_batch_size", "seq_len"):
+            if getattr(self, field) < 1:
+                raise InvalidInput(
+                    f"workload.{field}", getattr(self, field), "must be at least 1", "give a positive count"
+                )
+        if self.optimizer not in OPTIMIZERS:
+            raise InvalidInput(
+                "workload.optimizer", self.optimizer, "is not known", f"use one of {', '.join(OPTIMIZERS)}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.global_batch_size * self.seq_len

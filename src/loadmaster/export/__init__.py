@@ -1,0 +1,1 @@
+"""Floor 5: plans in the configuration of other frameworks."""

@@ -1,0 +1,1 @@
+"""Floor 4: the space of layouts, priced, ranked and explained."""

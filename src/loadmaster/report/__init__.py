@@ -1,0 +1,1 @@
+"""Floor 5: ledgers and timelines for people."""

@@ -1,0 +1,1 @@
+"""Floor 3: the same tables executed on torch.distributed."""
