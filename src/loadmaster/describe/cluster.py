@@ -180,6 +180,29 @@ class Cluster:
                 "cluster", error, "is missing or has the wrong form", "see docs/cluster-file.md"
             ) from None
 
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` reads: the tables of a cluster file."""
+        device = self.device
+        return {
+            "devices_per_node": self.devices_per_node,
+            "num_nodes": self.num_nodes,
+            "memory_cap": self.memory_cap,
+            "source": self.source,
+            "device": {
+                "name": device.name,
+                "memory_bytes": device.memory_bytes,
+                "memory_bandwidth": device.memory_bandwidth,
+                "source": device.source,
+                "price_per_hour": device.price_per_hour,
+                "measured": device.measured,
+                "peak_flops": dict(device.peak_flops),
+            },
+            **{
+                tier: {"name": link.name, "latency": link.latency, "bandwidth": link.bandwidth}
+                for tier, link in (("intra_node", self.intra_node), ("inter_node", self.inter_node))
+            },
+        }
+
 
 @cache
 def _catalogue() -> dict[str, Any]:
