@@ -129,6 +129,14 @@ class Model:
         """One block a layer, in order."""
         return tuple(block for block, repeat in self.blocks for _ in range(repeat))
 
+    def seq_len_of(self, block: Block, seq_len: int) -> int:
+        """Tokens a sample that `block` sees: fixed for a ViT and for Whisper's encoder, else the workload's."""
+        if self.fixed_seq_len is not None:
+            return self.fixed_seq_len
+        if block.name.startswith("encoder") and self.encoder_seq_len is not None:
+            return self.encoder_seq_len
+        return seq_len
+
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
         """Every weight of every layer under its full state-dict name.
 

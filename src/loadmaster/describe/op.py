@@ -148,6 +148,9 @@ class Attention:
         causal: a query sees only keys at or before it.
         window: keys a query sees at most (None: all).
         cross_tokens: fixed number of keys of a cross-attention (Whisper's 1500 frames), or None.
+        dropout: rate of dropout on the attention weights; bias: position biases are added to the scores
+            (ALiBi, T5's relative positions), so that no fused causal kernel applies.
+        softcap: scores pass through cap * tanh(score / cap); None: they do not.
     """
 
     num_heads: int
@@ -157,6 +160,9 @@ class Attention:
     causal: bool = True
     window: int | None = None
     cross_tokens: int | None = None
+    dropout: float = 0.0
+    bias: bool = False
+    softcap: float | None = None
 
     def mean_keys(self, seq_len: int, *, count_causal: bool) -> float:
         """Keys per query on average; the PaLM convention (`count_causal` False) counts the full square.

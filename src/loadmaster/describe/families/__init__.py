@@ -4,14 +4,144 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from loadmaster.describe.families.fields import Fields
 from loadmaster.describe.model import Model
+from loadmaster.errors import InvalidInput
 
-__all__ = ["from_hf"]
+__all__ = ["FAMILIES", "catalogue", "from_hf", "read_config"]
+
+CATALOGUE = Path(__file__).parents[1] / "catalog" / "models"
+
+# model_type -> (module below this package, function, architectures it builds: with a head, bare body)
+FAMILIES = {
+    "llama": ("llama", "llama_like", "LlamaForCausalLM", "LlamaModel"),
+    "mistral": ("llama", "llama_like", "MistralForCausalLM", "MistralModel"),
+    "qwen2": ("llama", "llama_like", "Qwen2ForCausalLM", "Qwen2Model"),
+    "qwen3": ("llama", "llama_like", "Qwen3ForCausalLM", "Qwen3Model"),
+    "smollm3": ("llama", "llama_like", "SmolLM3ForCausalLM", "SmolLM3Model"),
+    "granite": ("llama", "llama_like", "GraniteForCausalLM", "GraniteModel"),
+    "olmo2": ("llama", "llama_like", "Olmo2ForCausalLM", "Olmo2Model"),
+    "phi3": ("llama", "llama_like", "Phi3ForCausalLM", "Phi3Model"),
+    "gemma": ("llama", "llama_like", "GemmaForCausalLM", "GemmaModel"),
+    "gemma2": ("llama", "llama_like", "Gemma2ForCausalLM", "Gemma2Model"),
+    "gemma3_text": ("llama", "llama_like", "Gemma3ForCausalLM", "Gemma3TextModel"),
+    "gpt2": ("gpt2", "gpt2", "GPT2LMHeadModel", "GPT2Model"),
+}
 
 
 def from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Model:
-    """Model from a catalogue name, a path to config.json or its folder, or a dict."""
-    raise NotImplementedError(json.dumps(str(source)))
+    """Model from a catalogue name, a path to config.json or its folder, or a dict.
+
+    Raises:
+        InvalidInput: an unknown name, no JSON object, a missing or absurd field, an unknown model type.
+        MissingDependency: the model type is not written out here and the runtime is not installed.
+
+    >>> from_hf("gpt2").num_params
+    124439808
+    """
+    name, raw = read_config(source)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise InvalidInput(
+            "config.model_type", model_type, "must name the architecture", 'add e.g. "model_type": "llama"'
+        )
+    if model_type in FAMILIES:
+        module, function, headed, bare = FAMILIES[model_type]
+        architecture = _architecture(raw, headed)
+        if architecture in (headed, bare):
+            family = import_module(f"loadmaster.describe.families.{module}")
+            fields = Fields(raw, aliases=getattr(family, "ALIASES", None))
+            built = getattr(family, function)(
+                fields, name=name, model_type=model_type, with_head=architecture == headed
+            )
+            assert isinstance(built, Model)
+            return built
+    return _from_transformers(name, model_type, raw)
+
+
+def _architecture(raw: Mapping[str, Any], default: str) -> str:
+    named = raw.get("architectures") or [default]
+    if not isinstance(named, list) or not all(isinstance(n, str) for n in named):
+        raise InvalidInput("config.architectures", named, "must be a list of names", f'write e.g. ["{default}"]')
+    return default if default in named else str(named[0])
+
+
+def _from_transformers(name: str, model_type: str, raw: Mapping[str, Any]) -> Model:
+    """A model that no file here writes out: built by transformers without weights, and counted."""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise InvalidInput(
+            "config.model_type", model_type, f"is none of those written out here ({', '.join(FAMILIES)})",
+            "use one of them, or install the runtime (pip install 'loadmaster[runtime]') to have it built and counted",
+        )  # fmt: skip
+    built = import_module("loadmaster.trace.config").model_from_config(dict(raw), name=name)
+    assert isinstance(built, Model)
+    return built
+
+
+def catalogue() -> dict[str, Path]:
+    """Every model known by name, ``owner/model``, and its file."""
+    return {p.stem.replace("--", "/"): p for p in sorted(CATALOGUE.glob("*.json"))}
+
+
+def read_config(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of a model and its config as a dict."""
+    if isinstance(source, Mapping):
+        return str(source.get("_name_or_path") or source.get("model_type") or "model"), dict(source)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or path.is_file():
+        if not path.is_file():
+            raise InvalidInput("model", str(source), "no such config file", "give a path to a Hugging Face config.json")
+        return str(source), _load(path)
+    return _by_name(str(source))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidInput("model", str(path), f"is no JSON ({error})", "give a Hugging Face config.json") from None
+    if not isinstance(raw, dict):
+        raise InvalidInput("model", str(path), "holds no JSON object", "give a Hugging Face config.json")
+    return raw
+
+
+def _by_name(name: str) -> tuple[str, dict[str, Any]]:
+    """A catalogue model by ``owner/model``, by ``model``, or by a part that only one has, in any case."""
+    known = catalogue()
+    if name in known:
+        return name, _load(known[name])
+    wanted = _plain(name)
+    for match in (
+        [k for k in known if _plain(k) == wanted],
+        [k for k in known if _plain(k.split("/")[-1]) == wanted],
+        [k for k in known if _short(k) == _short(name)],
+    ):
+        if len(match) == 1:
+            return match[0], _load(known[match[0]])
+    raise InvalidInput("model", name, "is no model known by name and no config file", _suggest(wanted, list(known)))
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _short(name: str) -> str:
+    """``meta-llama/Meta-Llama-3-8B`` and ``llama-3-8b`` alike."""
+    return _plain(name.split("/")[-1]).removeprefix("meta-").removesuffix("-hf").replace(".", "").replace("-", "")
+
+
+def _suggest(wanted: str, known: list[str]) -> str:
+    from difflib import get_close_matches
+
+    short = {_plain(k.split("/")[-1]): k for k in known} | {_plain(k): k for k in known}
+    close = dict.fromkeys(short[m] for m in get_close_matches(wanted, list(short), n=6, cutoff=0.5))
+    hint = f"did you mean {', '.join(list(close)[:3])}? " if close else ""
+    return f"{hint}loadmaster catalog lists the names; a path to a config.json does as well"
