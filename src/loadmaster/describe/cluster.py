@@ -64,6 +64,7 @@ class Cluster:
 
     Attributes:
         intra_node, inter_node: a device's share of the tier.
+        link_domain: devices that `intra_node` links join, where that is more than a node (an NVL72 rack).
         memory_cap: bytes a rank may use, when less than the device has.
 
     >>> c = Cluster.parse("64xh100-sxm")
@@ -78,6 +79,12 @@ class Cluster:
     inter_node: Link
     memory_cap: int | None = None
     source: str = ""
+    link_domain: int | None = None
+
+    @property
+    def fast_domain(self) -> int:
+        """Devices within reach of `intra_node` links."""
+        return max(self.devices_per_node, self.link_domain or 0)
 
     @property
     def num_devices(self) -> int:
@@ -91,7 +98,7 @@ class Cluster:
 
     def tier(self, ranks_span: int) -> Link:
         """The slowest link that a group of neighbouring ranks spanning `ranks_span` devices crosses."""
-        return self.intra_node if ranks_span <= self.devices_per_node else self.inter_node
+        return self.intra_node if ranks_span <= self.fast_domain else self.inter_node
 
     def resized(self, num_devices: int) -> Cluster:
         """The same hardware with another number of devices.
@@ -168,10 +175,11 @@ class Cluster:
                 )
                 for tier in ("intra_node", "inter_node")
             }
-            cap = data.get("memory_cap")
+            cap, domain = data.get("memory_cap"), data.get("link_domain")
             return cls(
                 device=built, devices_per_node=int(data["devices_per_node"]), num_nodes=int(data.get("num_nodes", 1)),
-                memory_cap=None if cap is None else parse_count(cap), source=str(data.get("source", "")), **links,
+                memory_cap=None if cap is None else parse_count(cap), source=str(data.get("source", "")),
+                link_domain=None if domain is None else int(domain), **links,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InvalidInput):

@@ -27,6 +27,7 @@ class Precision:
         param: the weights a rank holds; compute: matrix products and activations; grad: gradients as kept;
         reduce: on the wire; master: a separate copy the optimizer updates (None: it updates `param`);
         moment: optimizer moments (before 8-bit coding).
+        matmul: dtype of the blocks' linear products, where it is narrower than `compute` (FP8, NVFP4).
         gather: dtype in which sharded weights are gathered (compute where None).
         loss_scaling: dynamic loss scaling (fp16).
 
@@ -40,6 +41,7 @@ class Precision:
     reduce: str = "fp32"
     master: str | None = None
     moment: str = "fp32"
+    matmul: str | None = None
     loss_scaling: bool = False
     rounding: Rounding = Rounding.NEAREST
 
@@ -76,6 +78,10 @@ PRECISIONS = {
     "fp16-master": Precision(
         param="fp16", compute="fp16", grad="fp16", reduce="fp16", master="fp32", loss_scaling=True
     ),
+    # the same two with the blocks' linear layers in FP8 or NVFP4; what is kept stays in 16 and 32 bits
+    "fp8-mixed": Precision(compute="bf16", matmul="fp8_e4m3"),
+    "fp8-master": Precision(param="bf16", compute="bf16", grad="fp32", master="fp32", matmul="fp8_e4m3"),
+    "fp4-master": Precision(param="bf16", compute="bf16", grad="fp32", master="fp32", matmul="nvfp4"),
     # 16-bit everything, moments too; and the same with stochastic rounding of the weights
     "bf16": Precision(param="bf16", compute="bf16", grad="bf16", reduce="bf16", moment="bf16"),
     "bf16-stochastic": Precision(
