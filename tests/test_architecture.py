@@ -9,7 +9,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "loadmaster"
 FLOORS = {
-    "units": 0, "errors": 0, "ledger": 0, "describe": 1, "program": 2, "laws": 3, "runtime": 3, "trace": 3,
+    "units": 0, "errors": 0, "ledger": 0, "ranks": 0, "describe": 1, "program": 2, "laws": 3, "runtime": 3, "trace": 3,
     "probe": 3, "planner": 4, "report": 5, "export": 5, "cli": 6, "__main__": 7,
 }  # fmt: skip
 TORCH_ROOMS = {"trace", "probe", "runtime"}
