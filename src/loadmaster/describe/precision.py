@@ -82,6 +82,8 @@ PRECISIONS = {
     "fp8-mixed": Precision(compute="bf16", matmul="fp8_e4m3"),
     "fp8-master": Precision(param="bf16", compute="bf16", grad="fp32", master="fp32", matmul="fp8_e4m3"),
     "fp4-master": Precision(param="bf16", compute="bf16", grad="fp32", master="fp32", matmul="nvfp4"),
+    # bf16 weights and gradients, fp32 masters and moments (DeepSpeed's bf16)
+    "bf16-deepspeed": Precision(param="bf16", compute="bf16", grad="bf16", reduce="bf16", master="fp32"),
     # 16-bit everything, moments too; and the same with stochastic rounding of the weights
     "bf16": Precision(param="bf16", compute="bf16", grad="bf16", reduce="bf16", moment="bf16"),
     "bf16-stochastic": Precision(

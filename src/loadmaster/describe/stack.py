@@ -1,0 +1,246 @@
+"""A stack: what a training software keeps in device memory, in which dtype, and what it overlaps.
+
+A stack holds rules, never figures of a model: bytes a parameter line by line, what each kind of op leaves for its
+backward, what the loss makes of the logits, buffers, overlap. The laws apply them to a model's op table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from loadmaster.describe.op import Op, OpKind
+from loadmaster.describe.precision import BYTES, Precision
+from loadmaster.errors import InvalidInput
+
+__all__ = ["STACKS", "Alive", "Allocator", "Context", "Extra", "Kept", "LossTensor", "Size", "Stack", "StateLine"]
+
+# name on the command line -> module below describe.stacks
+STACKS = {
+    "loadmaster": "loadmaster", "megatron": "megatron", "megatron-deepspeed": "megatron_deepspeed",
+    "nanotron": "nanotron", "fsdp2": "fsdp2", "torchtitan": "torchtitan", "deepspeed": "deepspeed",
+    "accelerate": "accelerate", "hf-trainer": "accelerate", "composer": "composer", "llm-foundry": "composer",
+}  # fmt: skip
+
+
+class Alive(StrEnum):
+    """When a line of bytes exists."""
+
+    ALWAYS = "always"
+    BACKWARD = "backward"  # while a backward runs
+    STEP = "step"  # in the optimizer step only
+    WINDOW = "window"  # from the first to the last micro-batch of a step that has more than one
+
+
+class Size(StrEnum):
+    """How many elements a tensor has that an op keeps beside its inputs and outputs."""
+
+    TOKEN = "token"  # one a token
+    HEADS = "heads"  # one a query head and token
+    SCORES = "scores"  # one a head, query and key
+    INPUT = "input"  # as its first input
+    OUTPUT = "output"  # as its first output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLine:
+    """So many bytes a parameter.
+
+    Attributes:
+        term: its name in the memory ledger.
+        dtype: a field of `Precision` (``param``, ``compute``, ``grad``, ``reduce``, ``master``, ``moment``) or a dtype.
+        zero: ZeRO stage from which it is divided by the shards, None: never.
+        when: ``""`` always, ``zero0`` / ``zero1`` only below / from stage 1 on, ``replicas`` with dp > 1 only;
+            joined by ``+``.
+        source: where it is written so.
+    """
+
+    term: str
+    dtype: str
+    alive: Alive = Alive.ALWAYS
+    zero: int | None = None
+    when: str = ""
+    source: str = ""
+
+    def bytes_each(self, precision: Precision) -> int:
+        """Bytes a parameter; 0 where the precision keeps no such copy (no master).
+
+        >>> StateLine(term="optimizer/master", dtype="master").bytes_each(Precision.named("bf16-master"))
+        4
+        """
+        dtype = getattr(precision, self.dtype) if self.dtype in Precision.__slots__ else self.dtype
+        return 0 if dtype is None else BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """A tensor an op keeps that is neither its input nor its output.
+
+    Attributes:
+        size: elements; dtype: ``compute`` or a dtype; low_only: only where compute is narrower than fp32.
+    """
+
+    name: str
+    size: Size
+    dtype: str = "fp32"
+    low_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What one kind of op leaves for its backward: positions of inputs and outputs, and extras."""
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    extra: tuple[Extra, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTensor:
+    """A tensor as large as the logits.
+
+    Attributes:
+        dtype: ``compute`` or a dtype; low_only: only where compute is narrower than fp32.
+        forward, backward: alive at the peak of the loss's forward, of its backward.
+    """
+
+    name: str
+    dtype: str = "fp32"
+    low_only: bool = False
+    forward: bool = True
+    backward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Bytes on the device that the framework's allocator does not count.
+
+    Attributes:
+        device: driver context and loaded kernels; communicator: buffers of one NCCL communicator.
+    """
+
+    device: int = 0
+    communicator: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocator:
+    """Bytes the caching allocator reserves beyond the live ones.
+
+    Attributes:
+        state: share of the long-lived bytes; activations: of what comes and goes each micro-batch.
+        fixed: bytes of small pools and workspaces; sigma: spread of ln(measured / predicted).
+    """
+
+    state: float = 0.0
+    activations: float = 0.05
+    fixed: int = 0
+    sigma: float = 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stack:
+    """Rules of one training software.
+
+    Attributes:
+        precisions: what it makes of a layout's precision, where that differs.
+        state: the lines of bytes a parameter.
+        saving: (kind, function) to what such an op keeps; (kind, "") is the rule of every function.
+        fused: pairs of kinds run as one kernel: the value between them is never written.
+        loss: tensors as large as the logits, by `Workload.loss`.
+        attention: ``flash`` or ``eager`` (scores in memory).
+        selective: kinds whose extras are recomputed under recompute=selective.
+        gathered_layers: whole layers alive at once under ZeRO-3; root_gathered: embedding and head gathered for the step.
+        retains_unsharded: without `reduce_each_micro_batch`, gradients stay whole (in the reduce dtype) over a window.
+        splits_vocab: tensor parallelism divides logits; splits_embedding: and the embedding's table.
+        shards_over_cp: shards are taken over dp_shard * cp ranks.
+        padded_vocab: vocabulary padded to a multiple of this times tp (0: as is).
+        placement: ``even`` or ``cost`` (blocks to stages by cumulative FLOPs, the head's included).
+        overlaps_*: what runs beside compute (the time law reads these).
+    """
+
+    name: str
+    title: str
+    state: tuple[StateLine, ...]
+    saving: Mapping[tuple[OpKind, str], Kept]
+    loss: Mapping[str, tuple[LossTensor, ...]]
+    precisions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    fused: tuple[tuple[OpKind, OpKind], ...] = ()
+    attention: str = "flash"
+    selective: tuple[OpKind, ...] = (OpKind.ATTENTION,)
+    gathered_layers: int = 2
+    root_gathered: bool = True
+    retains_unsharded: bool = False
+    splits_vocab: bool = True
+    splits_embedding: bool = True
+    shards_over_cp: bool = True
+    padded_vocab: int = 0
+    placement: str = "even"
+    workspace: int = 0
+    context: Context = Context()
+    allocator: Allocator = Allocator()
+    overlaps_gradient_reduction: bool = True
+    overlaps_parameter_gather: bool = True
+    overlaps_pipeline_send: bool = False
+    overlaps_tensor_parallel: bool = False
+    compiled: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    sources: tuple[str, ...] = ()
+
+    @staticmethod
+    def named(name: str) -> Stack:
+        """The stack called `name`.
+
+        Raises:
+            InvalidInput: it is none of `STACKS`.
+
+        >>> Stack.named("megatron").bytes_per_param("bf16-master")
+        18
+        """
+        if name not in STACKS:
+            raise InvalidInput("stack", name, "is not known", f"use one of {', '.join(STACKS)}")
+        return _load(STACKS[name])
+
+    def variant(self, **changes: Any) -> Stack:
+        """The same stack with some rules changed; equal changes give the same object.
+
+        >>> Stack.named("megatron").variant(attention="eager").attention
+        'eager'
+        """
+        return _variant(self, tuple(sorted(changes.items()))) if changes else self
+
+    def precision(self, name: str) -> Precision:
+        """The dtypes it uses when a layout says `name`."""
+        return Precision.named(self.precisions.get(name, name))
+
+    def kept(self, op: Op) -> Kept:
+        """What `op` leaves for its backward."""
+        function = self.attention if op.kind is OpKind.ATTENTION else op.function
+        rule = self.saving.get((op.kind, function))
+        return rule if rule is not None else self.saving.get((op.kind, ""), Kept())
+
+    def loss_tensors(self, loss: str) -> tuple[LossTensor, ...]:
+        """What the loss makes of the logits; the eager rule where the stack knows no other."""
+        return self.loss.get(loss, self.loss["cross_entropy"])
+
+    def bytes_per_param(self, precision: str) -> int:
+        """Bytes a parameter that always exist on one rank, nothing sharded (two moments)."""
+        dtypes = self.precision(precision)
+        return sum(s.bytes_each(dtypes) for s in self.state if s.alive is Alive.ALWAYS and not s.when)
+
+
+@cache
+def _load(module: str) -> Stack:
+    stack = import_module(f"loadmaster.describe.stacks.{module}").STACK
+    assert isinstance(stack, Stack)
+    return stack
+
+
+@cache
+def _variant(stack: Stack, changes: tuple[tuple[str, Any], ...]) -> Stack:
+    return replace(stack, **dict(changes))

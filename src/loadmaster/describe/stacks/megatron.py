@@ -1,0 +1,40 @@
+"""Megatron-Core with Transformer Engine: fp32 main gradients, fused norms and SwiGLU, distributed optimizer."""
+
+from __future__ import annotations
+
+from loadmaster.describe.op import OpKind
+from loadmaster.describe.stack import Allocator, Context, LossTensor, Stack, StateLine
+from loadmaster.describe.stacks.saving import CHUNKED_LOSS, FUSED, FUSED_LOSS
+from loadmaster.units import MIB
+
+BUFFER = "NVIDIA/Megatron-LM megatron/core/distributed/param_and_grad_buffer.py"
+OPTIMIZER = "NVIDIA/Megatron-LM megatron/core/optimizer/distrib_optimizer.py"
+
+# vocab_parallel_cross_entropy: fp32 copy, exponentials written in place (they become the softmax), gradient likewise
+NATIVE_LOSS = (
+    LossTensor(name="logits", dtype="compute"),
+    LossTensor(name="softmax", dtype="fp32"),
+    LossTensor(name="shifted", dtype="fp32", backward=False),
+    LossTensor(name="gradient", dtype="compute", forward=False),
+)
+
+STACK = Stack(
+    name="megatron",
+    title="Megatron-Core + Transformer Engine",
+    precisions={"bf16-mixed": "bf16-master", "fp16-mixed": "fp16-master"},
+    state=(
+        StateLine(term="parameters", dtype="param", zero=3, source=BUFFER),
+        StateLine(term="gradients", dtype="grad", zero=2, source=BUFFER),
+        StateLine(term="optimizer/master", dtype="master", zero=1, source=OPTIMIZER),
+        StateLine(term="optimizer/exp_avg", dtype="moment", zero=1, source=OPTIMIZER),
+        StateLine(term="optimizer/exp_avg_sq", dtype="moment", zero=1, source=OPTIMIZER),
+    ),
+    saving=FUSED,
+    fused=((OpKind.ACTIVATION, OpKind.MULTIPLY),),
+    loss={"cross_entropy": NATIVE_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
+    padded_vocab=128,
+    context=Context(device=600 * MIB, communicator=64 * MIB),
+    allocator=Allocator(activations=0.06, fixed=64 * MIB, sigma=0.03),
+    overlaps_pipeline_send=True,
+    sources=(BUFFER, OPTIMIZER, "NVIDIA/TransformerEngine transformer_engine/pytorch/module/base.py"),
+)

@@ -1,0 +1,186 @@
+"""Saved activations: which tensors a block keeps from its forward until its backward, and their bytes.
+
+A stack's rules name values of the block, and the saved set is their union: a tensor that two ops keep counts once, a
+view costs nothing beside its root. What the rules name is turned into coefficients once a block; see `polynomial`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from loadmaster.describe.model import Block
+from loadmaster.describe.op import Op, OpKind, Split, Value, ValueType
+from loadmaster.describe.precision import BYTES, Precision
+from loadmaster.describe.stack import Extra, Kept, Size, Stack
+from loadmaster.laws.numbers import Number
+from loadmaster.laws.polynomial import Polynomial, Shape
+
+__all__ = ["SavedTensor", "activation_polynomials", "input_polynomial", "saved_bytes", "root", "saved_tensors", "term_of", "unwritten", "value_bytes"]
+
+_FIXED_BYTES = {ValueType.FP32: 4, ValueType.INT64: 8, ValueType.INT32: 4, ValueType.BOOL: 1}
+_TERMS = {
+    OpKind.NORM: "norm", OpKind.ADD: "residual", OpKind.EMBEDDING: "embedding", OpKind.POSITION: "embedding",
+    OpKind.ROUTER: "router", OpKind.DISPATCH: "router", OpKind.COMBINE: "router", OpKind.DROPOUT: "dropout",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A tensor kept for backward.
+
+    Attributes:
+        name: of the value, or ``op/extra``; op: the first op that keeps it; term: its name in the memory ledger.
+        width: elements by the powers of batch and sequence; bytes: of one element.
+        split: how tensor parallelism divides it.
+        routed: it lies between dispatch and combine: its tokens are those that reached this rank's experts.
+    """
+
+    name: str
+    op: str
+    term: str
+    width: int
+    bytes: int
+    batch_power: int
+    seq_power: int
+    split: Split
+    routed: bool = False
+
+    @property
+    def item(self) -> tuple[int, int, str, int]:
+        """As `Polynomial.of` takes it."""
+        return self.batch_power, self.seq_power, self.split, self.width * self.bytes
+
+
+def value_bytes(value: Value, precision: Precision) -> int:
+    """Bytes of one element of a value."""
+    return _FIXED_BYTES.get(value.type, BYTES[precision.compute])
+
+
+def term_of(op: Op) -> str:
+    """The ledger term an op's saved tensors stand under."""
+    return f"activations/{_TERMS.get(op.kind) or op.name.split('.', 1)[0]}"
+
+
+def root(values: dict[str, Value], name: str) -> Value:
+    """The value whose storage `name` lies in."""
+    value = values[name]
+    while value.alias is not None:
+        value = values[value.alias]
+    return value
+
+
+@lru_cache(maxsize=4096)
+def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: bool = False) -> tuple[SavedTensor, ...]:
+    """The union of what the block's ops keep, in op order; `selective` drops the extras that are recomputed."""
+    values = {v.name: v for v in block.values}
+    hidden = unwritten(block, stack)
+    routed = _routed(block)
+    found: dict[str, SavedTensor] = {}
+    for op in block.ops:
+        if op.kind is OpKind.LOSS:
+            continue  # the loss rule of the stack owns what is as large as the logits
+        rule = stack.kept(op)
+        for name in _named(op, rule):
+            value = root(values, name)
+            if value.name not in hidden and value.name not in found:
+                found[value.name] = _of_value(op, value, precision, value.name in routed)
+        if selective and op.kind in stack.selective:
+            continue
+        for extra in rule.extra:
+            tensor = _of_extra(op, extra, values, precision)
+            if tensor is not None:
+                found[tensor.name] = tensor
+    return tuple(found.values())
+
+
+def _named(op: Op, rule: Kept) -> list[str]:
+    inputs = [op.inputs[i] for i in rule.inputs if i < len(op.inputs)]
+    return inputs + [op.outputs[i] for i in rule.outputs if i < len(op.outputs)]
+
+
+def unwritten(block: Block, stack: Stack) -> frozenset[str]:
+    """Values that a fused pair of ops never writes."""
+    made = {name: op for op in block.ops for name in op.outputs}
+    users: dict[str, list[Op]] = {}
+    for op in block.ops:
+        for name in op.inputs:
+            users.setdefault(name, []).append(op)
+    return frozenset(
+        name for name, op in made.items()
+        if len(users.get(name, ())) == 1 and (op.kind, users[name][0].kind) in stack.fused
+    )  # fmt: skip
+
+
+def _routed(block: Block) -> frozenset[str]:
+    """Values between dispatch and combine."""
+    names: set[str] = set()
+    for op in block.ops:
+        if op.kind is OpKind.DISPATCH or (op.kind is not OpKind.COMBINE and names.intersection(op.inputs)):
+            names.update(op.outputs)
+    return frozenset(names)
+
+
+def _of_value(op: Op, value: Value, precision: Precision, routed: bool) -> SavedTensor:
+    return SavedTensor(
+        name=value.name, op=op.name, term=term_of(op), width=value.width, bytes=value_bytes(value, precision),
+        batch_power=value.batch_power, seq_power=value.seq_power, split=value.split, routed=routed,
+    )  # fmt: skip
+
+
+def _of_extra(op: Op, extra: Extra, values: dict[str, Value], precision: Precision) -> SavedTensor | None:
+    if extra.low_only and BYTES[precision.compute] >= 4:
+        return None
+    like = values[op.outputs[0] if extra.size is Size.OUTPUT else op.inputs[0]]
+    width, batch_power, seq_power, split = like.width, like.batch_power, like.seq_power, like.split
+    match extra.size:
+        case Size.TOKEN:
+            width = max(1, width // _norm_width(op, width))
+        case Size.HEADS | Size.SCORES if op.attention is not None:
+            width, split = op.attention.num_heads, Split.TP
+            seq_power += 1 if extra.size is Size.SCORES else 0
+        case _:
+            pass
+    size = {"compute": BYTES[precision.compute], "bool": 1}.get(extra.dtype) or BYTES[extra.dtype]
+    return SavedTensor(
+        name=f"{op.name}/{extra.name}", op=op.name, term=term_of(op), width=width, bytes=size,
+        batch_power=batch_power, seq_power=seq_power, split=split,
+    )  # fmt: skip
+
+
+def _norm_width(op: Op, width: int) -> int:
+    """Elements one statistic of a norm covers: the weight's (a head of a q/k norm), or the whole stream."""
+    return op.weights[0].shape[0] if op.weights else width
+
+
+@lru_cache(maxsize=4096)
+def activation_polynomials(
+    block: Block, stack: Stack, precision: Precision, selective: bool = False
+) -> tuple[tuple[str, bool, Polynomial], ...]:
+    """(term, routed, bytes) of a block's saved tensors, grouped."""
+    groups: dict[tuple[str, bool], list[tuple[int, int, str, int]]] = {}
+    for tensor in saved_tensors(block, stack, precision, selective):
+        groups.setdefault((tensor.term, tensor.routed), []).append(tensor.item)
+    return tuple((term, routed, Polynomial.of(items)) for (term, routed), items in groups.items())
+
+
+@lru_cache(maxsize=4096)
+def input_polynomial(block: Block, precision: Precision) -> Polynomial:
+    """Bytes of the block's input, all that a checkpoint of the block keeps."""
+    values = {v.name: v for v in block.values}
+    value = root(values, block.input)
+    size = value_bytes(value, precision)
+    return Polynomial.of([(value.batch_power, value.seq_power, value.split, value.width * size)])
+
+
+def saved_bytes(
+    block: Block, stack: Stack, precision: Precision, batch: int, seq_len: int, *,
+    tp: int = 1, cp: int = 1, sequence_parallel: bool = False, selective: bool = False,
+) -> dict[str, Number]:  # fmt: skip
+    """Bytes of every saved tensor of one block on one rank, by the value's name (or ``op/extra``).
+
+    ``bytes(t) = width * element * batch^i * seq_len^j / tp`` (where tensor parallelism divides it).
+    """
+    shape = Shape(batch=batch, seq_len=seq_len, cp=cp, tp=tp, sequence_parallel=sequence_parallel)
+    tensors = saved_tensors(block, stack, precision, selective)
+    return {t.name: Polynomial.of([t.item])(shape) for t in tensors}

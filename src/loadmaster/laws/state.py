@@ -1,0 +1,102 @@
+"""Model state: parameters a rank holds, and gradients, masters and moments line by line as its stack keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from loadmaster.describe.model import Block
+from loadmaster.describe.op import Split, Weight
+from loadmaster.laws.numbers import Number, ceil_div, lesser
+
+__all__ = ["Held", "WeightClass", "held", "weight_classes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightClass:
+    """Weights of a block that parallelism divides alike.
+
+    Attributes:
+        numel: elements of all of them; trainable: of those that are trained.
+        split: tensor parallelism divides them, into at most `units` pieces (0: any number).
+        expert: expert parallelism divides them. vocabulary: rows of a vocabulary of that many words (0: none).
+        largest: elements of the largest one.
+    """
+
+    numel: int
+    trainable: int
+    split: bool
+    units: int
+    expert: bool
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Parameters on one rank: dense ones and experts apart, since they are sharded over different ranks."""
+
+    dense: Number = 0
+    expert: Number = 0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(dense=self.dense + other.dense, expert=self.expert + other.expert)
+
+    def __mul__(self, count: Number) -> Held:
+        return Held(dense=self.dense * count, expert=self.expert * count)
+
+    def sharded(self, shards: Number, expert_shards: Number) -> Number:
+        """Elements of one shard."""
+        return ceil_div(self.dense, shards) + ceil_div(self.expert, expert_shards)
+
+    @property
+    def total(self) -> Number:
+        """All of them."""
+        return self.dense + self.expert
+
+
+@lru_cache(maxsize=4096)
+def weight_classes(block: Block, vocab_size: int, with_tied: bool = False) -> tuple[WeightClass, ...]:
+    """A block's weights by how they are divided; tied ones only where the rank needs its own copy (`with_tied`)."""
+    sums: dict[tuple[bool, int, bool, int], list[int]] = {}
+    for weight in block.weights:
+        if weight.tied_to and not with_tied:
+            continue
+        key = (weight.split is Split.TP, weight.split_units, weight.num_experts > 1, _vocabulary(weight, vocab_size))
+        pair = sums.setdefault(key, [0, 0])
+        pair[0] += weight.numel
+        pair[1] += weight.numel if weight.trainable else 0
+    return tuple(
+        WeightClass(numel=n, trainable=t, split=split, units=units, expert=expert, vocabulary=vocabulary)
+        for (split, units, expert, vocabulary), (n, t) in sums.items()
+    )
+
+
+def _vocabulary(weight: Weight, vocab_size: int) -> int:
+    return vocab_size if weight.split is Split.TP and weight.shape[weight.split_dim] == vocab_size > 1 else 0
+
+
+def held(
+    classes: tuple[WeightClass, ...], *, tp: Number, ep: Number, expert_tp: Number, padded_vocab: Number,
+    splits_vocab: bool = True, trainable: bool = False,
+) -> Held:  # fmt: skip
+    """Parameters of these classes on one rank.
+
+    ``numel / tp`` for a split weight (at most as many pieces as it has heads), ``/ ep`` for experts; a vocabulary has
+    `padded_vocab` rows.
+    """
+    dense: Number = 0
+    expert: Number = 0
+    for c in classes:
+        numel: Number = c.trainable if trainable else c.numel
+        if not numel:
+            continue
+        if c.vocabulary:
+            numel = numel // c.vocabulary * padded_vocab
+        if c.expert:
+            part = ceil_div(numel, ep)
+            expert = expert + (ceil_div(part, expert_tp) if c.split else part)
+        elif c.split and (splits_vocab or not c.vocabulary):
+            dense = dense + ceil_div(numel, lesser(tp, c.units) if c.units else tp)
+        else:
+            dense = dense + numel
+    return Held(dense=dense, expert=expert)
