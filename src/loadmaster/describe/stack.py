@@ -106,7 +106,7 @@ class LossTensor:
 
     Attributes:
         dtype: ``compute`` or a dtype; low_only: only where compute is narrower than fp32.
-        forward, backward: alive at the peak of the loss's forward, of its backward.
+        forward, backward, head: alive at the peak of the loss's forward, of its backward, of the head's backward.
     """
 
     name: str
@@ -114,6 +114,7 @@ class LossTensor:
     low_only: bool = False
     forward: bool = True
     backward: bool = True
+    head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +156,15 @@ class Stack:
         loss: tensors as large as the logits, by `Workload.loss`.
         attention: ``flash`` or ``eager`` (scores in memory).
         selective: kinds whose extras are recomputed under recompute=selective.
-        gathered_layers: whole layers alive at once under ZeRO-3; root_gathered: embedding and head gathered for the step.
+        gathered_layers: whole layers alive at once under ZeRO-3.
+        root_gathered: embedding and head stay gathered for the step.
         retains_unsharded: without `reduce_each_micro_batch`, gradients stay whole (in the reduce dtype) over a window.
         splits_vocab: tensor parallelism divides logits; splits_embedding: and the embedding's table.
         shards_over_cp: shards are taken over dp_shard * cp ranks.
         padded_vocab: vocabulary padded to a multiple of this times tp (0: as is).
+        head_streams: whole copies of the stream around the head's backward.
+        scratch_gradients: weight gradients are accumulated by the product's kernel, and autograd is given a scratch
+            tensor instead, one for each distinct shape, kept for ever.
         placement: ``even`` or ``cost`` (blocks to stages by cumulative FLOPs, the head's included).
         overlaps_*: what runs beside compute (the time law reads these).
     """
@@ -180,6 +185,8 @@ class Stack:
     splits_embedding: bool = True
     shards_over_cp: bool = True
     padded_vocab: int = 0
+    head_streams: int = 0
+    scratch_gradients: bool = False
     placement: str = "even"
     workspace: int = 0
     context: Context = Context()

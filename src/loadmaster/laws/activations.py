@@ -16,7 +16,17 @@ from loadmaster.describe.stack import Extra, Kept, Size, Stack
 from loadmaster.laws.numbers import Number
 from loadmaster.laws.polynomial import Polynomial, Shape
 
-__all__ = ["SavedTensor", "activation_polynomials", "input_polynomial", "saved_bytes", "root", "saved_tensors", "term_of", "unwritten", "value_bytes"]
+__all__ = [
+    "SavedTensor",
+    "activation_polynomials",
+    "input_polynomial",
+    "root",
+    "saved_bytes",
+    "saved_tensors",
+    "term_of",
+    "unwritten",
+    "value_bytes",
+]
 
 _FIXED_BYTES = {ValueType.FP32: 4, ValueType.INT64: 8, ValueType.INT32: 4, ValueType.BOOL: 1}
 _TERMS = {

@@ -7,7 +7,9 @@ from loadmaster.laws.numbers import Number, lesser, where
 __all__ = ["chunks_in_flight"]
 
 
-def chunks_in_flight(schedule: str, *, pp: Number, stage: Number, virtual_stages: Number, micro_batches: Number) -> Number:
+def chunks_in_flight(
+    schedule: str, *, pp: Number, stage: Number, virtual_stages: Number, micro_batches: Number
+) -> Number:
     """Peak number of chunk activations that pipeline rank `stage` holds; a micro-batch is `virtual_stages` of them.
 
     With v chunks a rank, m micro-batches and p ranks, rank i counted from 0::
@@ -43,4 +45,3 @@ def chunks_in_flight(schedule: str, *, pp: Number, stage: Number, virtual_stages
             return lesser(p * v + 1, m * v)
         case _:
             return plain
-

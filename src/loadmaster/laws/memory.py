@@ -6,6 +6,7 @@ terms that exist at different events are never added. Everything is bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,15 +16,15 @@ import numpy as np
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Block, Model
-from loadmaster.describe.op import OpKind
+from loadmaster.describe.op import OpKind, Split
 from loadmaster.describe.precision import BYTES, Precision
 from loadmaster.describe.stack import Alive, Stack, StateLine
-from loadmaster.describe.workload import Workload
+from loadmaster.describe.workload import OPTIMIZERS, Workload
 from loadmaster.laws.activations import activation_polynomials, input_polynomial
 from loadmaster.laws.in_flight import chunks_in_flight
 from loadmaster.laws.numbers import Number, ceil_div, greater, lesser, where
 from loadmaster.laws.placement import Placement, place
-from loadmaster.laws.polynomial import Polynomial, Shape
+from loadmaster.laws.polynomial import Shape
 from loadmaster.laws.state import Held, held, weight_classes
 from loadmaster.laws.working_set import backward_transients
 
@@ -129,7 +130,8 @@ class _Run:
     @property
     def padded_vocab(self) -> Number:
         """Rows of the vocabulary tables, padded as the layout or else the stack says."""
-        unit = self.layout.vocab_padding or self.stack.padded_vocab or 1
+        padding = self.layout.vocab_padding
+        unit = where(padding > 0, padding, self.stack.padded_vocab or 1)
         unit = unit * (self.layout.tp if self.stack.splits_embedding else 1)
         return ceil_div(self.model.vocab_size, unit) * unit
 
@@ -160,14 +162,16 @@ def _peak_of_stage(run: _Run, stage: Number) -> Peak:
 
 def _params(run: _Run, placement: Placement, *, trainable: bool = False) -> Held:
     """Parameters on the rank before sharding over data ranks."""
-    total = Held()
+    total: Held = Held()
     for block, count in placement.blocks:
         total = total + _block_params(run, block, trainable=trainable) * count
     ends = _block_params(run, run.model.embedding, trainable=trainable) * placement.embedding
     head = _block_params(run, run.model.head, trainable=trainable) * placement.head
     apart = placement.head - placement.head * placement.embedding  # a tied matrix has its own copy on another stage
     both = _block_params(run, run.model.head, trainable=trainable, with_tied=True) * apart
-    return total + ends + Held(dense=head.dense * where(apart > 0, 0, 1), expert=head.expert) + both
+    own = Held(dense=head.dense * where(apart > 0, 0, 1), expert=head.expert)
+    result: Held = total + ends + own + both
+    return result
 
 
 def _block_params(run: _Run, block: Block, *, trainable: bool = False, with_tied: bool = False) -> Held:
@@ -184,7 +188,7 @@ def _line_bytes(run: _Run, line: StateLine, params: Held) -> Number:
     each: Number = line.bytes_each(run.precision)
     if line.term.startswith("optimizer/exp") and run.workload.optimizer not in ("adamw", "adam"):
         each = each if _moments(run.workload.optimizer) and line.term.endswith("exp_avg") else 0
-    if not each or line.dtype == "master" and run.precision.master is None:
+    if not each or (line.dtype == "master" and run.precision.master is None):
         return 0
     sharded = params.sharded(run.shards, greater(1, run.shards // layout.ep))
     whole = params.total
@@ -194,8 +198,6 @@ def _line_bytes(run: _Run, line: StateLine, params: Held) -> Number:
 
 
 def _moments(optimizer: str) -> int:
-    from loadmaster.describe.workload import OPTIMIZERS
-
     return OPTIMIZERS[optimizer]
 
 
@@ -223,7 +225,37 @@ def _state(run: _Run, params: Held, placement: Placement) -> Terms:
         whole = params.total * BYTES[run.precision.reduce]
         retained = (run.layout.zero >= 2) & (run.micro_batches > 1) & (run.layout.reduce_each_micro_batch == 0)
         terms["gradients"] = where(retained, greater(whole, terms["gradients"]), terms["gradients"])
+    if run.stack.scratch_gradients:
+        terms["buffers/weight_gradients"] = _scratch(run, placement)
     return terms
+
+
+def _scratch(run: _Run, placement: Placement) -> Number:
+    """One weight-gradient tensor for each distinct matrix shape of the rank's blocks (one expert stands for all)."""
+    total: Number = 0
+    seen: set[tuple[int, ...]] = set()
+    for block, count in placement.blocks:
+        for shape, numel, split in _matrices(block):
+            if shape in seen:
+                continue
+            seen.add(shape)
+            part = ceil_div(numel, run.layout.tp) if split else numel
+            total = total + part * where(count > 0, 1, 0)
+    return total * BYTES[run.precision.compute]
+
+
+@lru_cache(maxsize=4096)
+def _matrices(block: Block) -> tuple[tuple[tuple[int, ...], int, bool], ...]:
+    """(shape, elements, split) of the block's matrices; those that read one value are one fused matrix."""
+    fused: dict[str, list[Any]] = {}
+    for op in block.ops:
+        for weight in op.weights:
+            if weight.multiplies and op.kind is OpKind.MATMUL:
+                row = fused.setdefault(f"{op.inputs[0]}/{weight.split_dim}", [0, weight.shape[1 - weight.split_dim], 0,
+                                                                              weight.split is Split.TP])  # fmt: skip
+                row[0] += weight.shape[weight.split_dim]
+                row[2] += math.prod(weight.shape)
+    return tuple(((rows, columns), numel, split) for rows, columns, numel, split in fused.values())
 
 
 def _activations(run: _Run, placement: Placement, chunks: Number) -> Terms:
@@ -265,15 +297,14 @@ def _block_activations(run: _Run, block: Block) -> Terms:
     return terms
 
 
-def _events(
-    run: _Run, placement: Placement, params: Held, kept: Terms, chunks: Number
-) -> list[tuple[str, Terms]]:
+def _events(run: _Run, placement: Placement, params: Held, kept: Terms, chunks: Number) -> list[tuple[str, Terms]]:
     """What each event adds to the state."""
     gathered = _gathered(run, placement)
     one = _one_micro_batch(kept, chunks, run.layout.virtual_stages)
     batch = {"batch": run.shape.batch * run.shape.local_seq * 16}
+    losses = [("loss", {**kept, **batch, **gathered, **terms}) for terms in _loss_events(run, placement)]
     return [
-        ("loss", {**kept, **batch, **gathered, "logits": _logits(run) * placement.head}),
+        *losses,
         ("backward", {**kept, **batch, **gathered, **_backward(run, placement)}),
         ("end of backward", {**one, **batch, **gathered, **_lines(run, params, Alive.BACKWARD)}),
         ("optimizer step", {**batch, **_lines(run, params, Alive.STEP)}),
@@ -312,30 +343,42 @@ def _gathered(run: _Run, placement: Placement) -> Terms:
     return {"buffers/all_gather": where((layout.zero >= 3) & (run.shards > 1), whole, 0)}
 
 
-def _logits(run: _Run) -> Number:
-    """The loss's tensors at the worse of its forward and its backward."""
-    shape, precision = run.shape, run.precision
+def _loss_events(run: _Run, placement: Placement) -> list[Terms]:
+    """The loss's forward or backward, and the backward of the head's product."""
+    shape, precision, stack = run.shape, run.precision, run.stack
     if not any(op.kind is OpKind.LOSS for op in run.model.head.ops):
-        return 0
-    forward, backward = _loss_bytes(run.stack, precision, run.workload.loss)
+        return [{}]
+    forward, backward, head = _loss_bytes(stack, precision, run.workload.loss)
     elements = shape.batch * shape.local_seq * run.padded_vocab
-    if run.stack.splits_vocab:
+    if stack.splits_vocab:
         elements = ceil_div(elements, run.layout.tp)
-    return elements * max(forward, backward)
+    elements = elements * placement.head
+    stream = shape.batch * shape.local_seq * run.model.hidden_size * BYTES[precision.compute]
+    streams = stream * max(1, stack.head_streams) * placement.head
+    matrix = _block_params(run, run.model.head, with_tied=True).total * placement.head * _half_gradient(run)
+    return [
+        {"logits": elements * max(forward, backward), "transient": stream * stack.head_streams * placement.head},
+        {"logits": elements * head, "transient": streams + matrix},
+    ]
+
+
+def _half_gradient(run: _Run) -> int:
+    """Bytes of a weight gradient as the product's kernel writes it, before it reaches what the stack keeps."""
+    return BYTES[run.precision.compute]
 
 
 @lru_cache(maxsize=256)
-def _loss_bytes(stack: Stack, precision: Precision, loss: str) -> tuple[int, int]:
-    """Bytes a logit in the loss's forward and in its backward."""
+def _loss_bytes(stack: Stack, precision: Precision, loss: str) -> tuple[int, int, int]:
+    """Bytes a logit in the loss's forward, in its backward, in the head's backward."""
     low = BYTES[precision.compute] < 4
-    sums = [0, 0]
+    sums = [0, 0, 0]
     for tensor in stack.loss_tensors(loss):
         if tensor.low_only and not low:
             continue
         size = BYTES[precision.compute if tensor.dtype == "compute" else tensor.dtype]
-        sums[0] += size * tensor.forward
-        sums[1] += size * tensor.backward
-    return sums[0], sums[1]
+        for k, alive in enumerate((tensor.forward, tensor.backward, tensor.head)):
+            sums[k] += size * alive
+    return sums[0], sums[1], sums[2]
 
 
 def _backward(run: _Run, placement: Placement) -> Terms:

@@ -1,4 +1,4 @@
-"""Which blocks a pipeline rank holds, in closed form and on columns of layouts: counts a kind of block, and the ends."""
+"""Which blocks a pipeline rank holds, in closed form and on columns of layouts, and which end of the model."""
 
 from __future__ import annotations
 

@@ -33,30 +33,44 @@ def backward_transients(block: Block, stack: Stack, precision: Precision) -> tup
     hidden = unwritten(block, stack)
     saved = {t.name: t for t in saved_tensors(block, stack, precision)}
     last_use = {t.name: _first_keeper(block, stack, values, t.name) for t in saved.values()}
-    alive: dict[str, Item] = {block.output: _item(root(values, block.output), precision)}
+    owner = {name: op for op in block.ops for name in op.outputs}
+    alive: dict[str, Item] = {block.output: _item(root(values, block.output), precision)}  # by storage
+    storage = {block.output: block.output}  # gradient of a value -> the storage it lies in
     freed: list[Item] = []
     candidates: list[Polynomial] = []
     for op in reversed(block.ops):
-        if op.kind is OpKind.LOSS:
+        if op.kind is OpKind.LOSS or (op.outputs and op.outputs[0] in hidden):
             continue
-        made = {n: _item(values[n], precision) for n in _needs_gradient(op, values) if n not in hidden}
-        if op.kind is not OpKind.ADD:  # a sum hands its gradient on as it is
-            candidates.append(Polynomial.of([*alive.values(), *made.values(), *_gathered(op, values, precision),
-                                             *((b, s, d, -c) for b, s, d, c in freed)]))  # fmt: skip
-        _hand_on(op, alive, made)
-        freed += [saved[n].item for n, keeper in last_use.items() if keeper == op.name]
+        if op.kind is OpKind.ADD:  # a sum hands its gradient on as it is
+            storage.update({n: storage[op.outputs[0]] for n in op.inputs if op.outputs[0] in storage})
+            continue
+        made = {n: _item(values[n], precision) for n in _needs_gradient(op, values, hidden, owner)}
+        candidates.append(Polynomial.of([*alive.values(), *made.values(), *_gathered(op, values, precision),
+                                         *((b, s, d, -c) for b, s, d, c in freed)]))  # fmt: skip
+        _hand_on(op, alive, storage, made)
+        done = {op.name, *(owner[n].name for n in op.inputs if n in hidden)}
+        freed += [saved[n].item for n, keeper in last_use.items() if keeper in done]
     return _undominated(candidates)
 
 
-def _hand_on(op: Op, alive: dict[str, Item], made: dict[str, Item]) -> None:
-    """Gradients of outputs go, those of inputs stay (summed into one that already waits)."""
+def _hand_on(op: Op, alive: dict[str, Item], storage: dict[str, str], made: dict[str, Item]) -> None:
+    """Gradients of outputs go unless a sum handed them on; those of inputs stay (one that waits takes the sum)."""
     for name in op.outputs:
-        alive.pop(name, None)
-    alive.update(made)
+        place = storage.pop(name, None)
+        if place is not None and place not in storage.values():
+            alive.pop(place, None)
+    for name, item in made.items():
+        if name not in storage:
+            storage[name] = name
+            alive[name] = item
 
 
-def _needs_gradient(op: Op, values: dict[str, Value]) -> list[str]:
-    return [n for n in op.inputs if values[n].type not in _NO_GRADIENT and values[n].batch_power]
+def _needs_gradient(op: Op, values: dict[str, Value], hidden: frozenset[str], owner: dict[str, Op]) -> list[str]:
+    """Inputs that get a gradient; of a value never written, the inputs of the op fused with this one."""
+    names: list[str] = []
+    for name in op.inputs:
+        names += owner[name].inputs if name in hidden else (name,)
+    return [n for n in names if values[n].type not in _NO_GRADIENT and values[n].batch_power]
 
 
 def _item(value: Value, precision: Precision) -> Item:

@@ -15,7 +15,7 @@ NATIVE_LOSS = (
     LossTensor(name="logits", dtype="compute"),
     LossTensor(name="softmax", dtype="fp32"),
     LossTensor(name="shifted", dtype="fp32", backward=False),
-    LossTensor(name="gradient", dtype="compute", forward=False),
+    LossTensor(name="gradient", dtype="compute", forward=False, head=True),
 )
 
 STACK = Stack(
@@ -33,6 +33,8 @@ STACK = Stack(
     fused=((OpKind.ACTIVATION, OpKind.MULTIPLY),),
     loss={"cross_entropy": NATIVE_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     padded_vocab=128,
+    head_streams=3,
+    scratch_gradients=True,
     context=Context(device=600 * MIB, communicator=64 * MIB),
     allocator=Allocator(activations=0.06, fixed=64 * MIB, sigma=0.03),
     overlaps_pipeline_send=True,

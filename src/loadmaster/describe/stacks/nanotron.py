@@ -15,7 +15,7 @@ SHARDED_LOSS = (
     LossTensor(name="logits", dtype="compute"),
     LossTensor(name="float", dtype="fp32", backward=False),
     LossTensor(name="softmax", dtype="fp32"),
-    LossTensor(name="gradient", dtype="compute", forward=False),
+    LossTensor(name="gradient", dtype="compute", forward=False, head=True),
 )
 
 STACK = Stack(

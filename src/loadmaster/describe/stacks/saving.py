@@ -68,7 +68,8 @@ EAGER_LOSS = (
     LossTensor(name="log_softmax", dtype="fp32"),
     LossTensor(name="gradient of log_softmax", dtype="fp32", forward=False),
     LossTensor(name="gradient of float", dtype="fp32", forward=False),
+    LossTensor(name="gradient", dtype="compute", forward=False, backward=False, head=True),
 )
 # one kernel: logits and, written over or beside them, their gradient in the compute dtype
-FUSED_LOSS = (LossTensor(name="logits", dtype="compute"), LossTensor(name="gradient", dtype="compute"))
+FUSED_LOSS = (LossTensor(name="logits", dtype="compute"), LossTensor(name="gradient", dtype="compute", head=True))
 CHUNKED_LOSS: tuple[LossTensor, ...] = ()  # neither logits nor gradient exist whole
