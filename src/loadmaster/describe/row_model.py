@@ -1,0 +1,167 @@
+"""The model of a measured row: its printed dimensions as a config of the nearest Hugging Face family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from loadmaster.describe.model import Model
+from loadmaster.errors import InvalidInput
+
+__all__ = ["row_model"]
+
+Row = Mapping[str, str]
+_DIMENSIONS = ("layers", "hidden", "heads", "vocab")
+_LLAMA = ("llama", "mistral", "mixtral", "qwen", "yi-", "kempner", "internlm", "grok", "zb-llama")
+_GPT = ("gpt", "vocabpar", "megatron", "phi")
+
+# latent attention and experts of the two DeepSeeks, from their public configs; rows print the rest
+_DEEPSEEK = {
+    "deepseek-v2": {"model_type": "deepseek_v2", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+                    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "deepseek-v3": {"model_type": "deepseek_v3", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+                    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "moonlight": {"model_type": "deepseek_v3", "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+                  "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 2, "first_k_dense_replace": 1},
+}  # fmt: skip
+
+
+def row_model(row: Row) -> Model:
+    """Model of a row.
+
+    Raises:
+        InvalidInput: a dimension is not printed, or no family has this shape.
+    """
+    for field in _DIMENSIONS:
+        if not row.get(field):
+            raise InvalidInput(f"row.{field}", "", "is not stated", "give the model's dimensions")
+    name = row["model"].lower()
+    if "hybrid" in name or "mamba" in name or "nemotron" in name:
+        raise InvalidInput("row.model", row["model"], "mixes state-space layers in", "no family describes it")
+    return _build(row["model"], tuple(sorted(_config(row, name).items())))
+
+
+@lru_cache(maxsize=1024)
+def _build(name: str, config: tuple[tuple[str, Any], ...]) -> Model:
+    return Model.from_hf({**dict(config), "_name_or_path": name})
+
+
+def _config(row: Row, name: str) -> dict[str, Any]:
+    """A Hugging Face config."""
+    notes = row.get("notes", "")
+    for known, extra in _DEEPSEEK.items():
+        if known in name or known.replace("-", "_") in name:
+            return _deepseek(row, notes, extra)
+    if "multi-latent-attention" in notes:
+        return _deepseek(row, notes, _latent_from_notes(notes))
+    if "bert" in name or "t5" in name or "vit" in name or "multimodal" in name:
+        raise InvalidInput("row.model", row["model"], "is not a decoder of printed shape", "describe it by a config")
+    if row.get("experts") not in ("", "0", None):
+        return _mixture(row, notes, name)
+    if "golden" in notes:
+        return _llama(row) if "swiglu" in notes else _gpt(row, notes)
+    if any(word in name for word in ("mpt",)):
+        return _mpt(row)
+    if any(word in name for word in _LLAMA) and "gpt" not in name:
+        return _llama(row) if "qwen" not in name else _qwen(row, name)
+    if any(word in name for word in _GPT):
+        return _gpt(row, notes)
+    raise InvalidInput("row.model", row["model"], "belongs to no family that rows describe", "give a config")
+
+
+def _number(row: Row, field: str, default: int | None = None) -> int:
+    text = row.get(field, "")
+    if text:
+        return int(float(text))
+    if default is None:
+        raise InvalidInput(f"row.{field}", "", "is not stated", "give the model's dimensions")
+    return default
+
+
+def _dims(row: Row) -> dict[str, Any]:
+    heads = _number(row, "heads")
+    config: dict[str, Any] = {
+        "hidden_size": _number(row, "hidden"), "num_hidden_layers": _number(row, "layers"),
+        "num_attention_heads": heads, "num_key_value_heads": _number(row, "kv_heads", heads),
+        "vocab_size": _number(row, "vocab"), "tie_word_embeddings": row.get("tied_emb") == "1",
+        "max_position_embeddings": max(_number(row, "seq_len", 2048), 2048),
+    }  # fmt: skip
+    if row.get("head_dim"):
+        config["head_dim"] = _number(row, "head_dim")
+    return config
+
+
+def _llama(row: Row) -> dict[str, Any]:
+    return {"model_type": "llama", "intermediate_size": _number(row, "ffn"), **_dims(row)}
+
+
+def _qwen(row: Row, name: str) -> dict[str, Any]:
+    kind = "qwen3" if "qwen3" in name else "qwen2"
+    return {"model_type": kind, "intermediate_size": _number(row, "ffn"), **_dims(row)}
+
+
+def _gpt(row: Row, notes: str) -> dict[str, Any]:
+    dims = _dims(row)
+    rotary = "position-embedding-type=rope" in notes
+    if dims["num_key_value_heads"] != dims["num_attention_heads"] or rotary:
+        raise InvalidInput("row.model", row["model"], "is a GPT with rotary or grouped attention", "give a config")
+    return {
+        "model_type": "gpt2", "n_embd": dims["hidden_size"], "n_layer": dims["num_hidden_layers"],
+        "n_head": dims["num_attention_heads"], "n_inner": _number(row, "ffn", 4 * dims["hidden_size"]),
+        "vocab_size": dims["vocab_size"], "n_positions": _number(row, "seq_len", 1024),
+        "tie_word_embeddings": row.get("tied_emb") != "0", "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+    }  # fmt: skip
+
+
+def _mpt(row: Row) -> dict[str, Any]:
+    return {
+        "model_type": "mpt", "d_model": _number(row, "hidden"), "n_layers": _number(row, "layers"),
+        "n_heads": _number(row, "heads"), "expansion_ratio": 4, "vocab_size": _number(row, "vocab"),
+        "max_seq_len": _number(row, "seq_len"), "no_bias": True,
+    }  # fmt: skip
+
+
+def _mixture(row: Row, notes: str, name: str) -> dict[str, Any]:
+    if "golden" in notes and "swiglu" not in notes:
+        raise InvalidInput("row.model", row["model"], "has experts without a gate", "no family describes it")
+    dims = _dims(row)
+    experts, top_k = _number(row, "experts"), _number(row, "topk")
+    if "qwen" in name:
+        return {
+            "model_type": "qwen3_moe", **dims, "intermediate_size": _number(row, "ffn", 6144),
+            "moe_intermediate_size": _number(row, "moe_ffn"), "num_experts": experts, "num_experts_per_tok": top_k,
+        }  # fmt: skip
+    return {
+        "model_type": "mixtral", **dims, "intermediate_size": _number(row, "moe_ffn", _number(row, "ffn")),
+        "num_local_experts": experts, "num_experts_per_tok": top_k,
+    }  # fmt: skip
+
+
+def _deepseek(row: Row, notes: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    dims = _dims({**row, "kv_heads": row["heads"]})
+    dims.pop("head_dim", None)
+    config = {
+        **dims, **extra, "intermediate_size": _number(row, "ffn"), "moe_intermediate_size": _number(row, "moe_ffn"),
+        "n_routed_experts": _number(row, "experts"), "num_experts_per_tok": _number(row, "topk"),
+        "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    dense = re.search(r"(\d+) dense layer", notes) or re.search(r"moe-layer-freq=\(\[0\]\*(\d+)", notes)
+    if dense:
+        config["first_k_dense_replace"] = int(dense[1])
+    shared = re.search(r"shared expert (\d+)", notes)
+    if shared:
+        config["n_shared_experts"] = int(shared[1]) // int(config["moe_intermediate_size"])
+    return config
+
+
+def _latent_from_notes(notes: str) -> dict[str, Any]:
+    found = dict(re.findall(r"([a-z-]+)=(\d+)", notes))
+    moe = int(found.get("moe-shared-expert-intermediate-size", "0"))
+    return {
+        "model_type": "deepseek_v3", "q_lora_rank": int(found["q-lora-rank"]) if "q-lora-rank" in found else None,
+        "kv_lora_rank": int(found.get("kv-lora-rank", "512")), "qk_nope_head_dim": int(found.get("qk-head-dim", "128")),
+        "qk_rope_head_dim": int(found.get("qk-pos-emb-head-dim", "64")),
+        "v_head_dim": int(found.get("v-head-dim", "128")), "n_shared_experts": 1 if moe else 0,
+    }  # fmt: skip
