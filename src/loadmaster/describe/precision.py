@@ -86,6 +86,8 @@ PRECISIONS = {
     "bf16-deepspeed": Precision(param="bf16", compute="bf16", grad="bf16", reduce="bf16", master="fp32"),
     # 16-bit everything, moments too; and the same with stochastic rounding of the weights
     "bf16": Precision(param="bf16", compute="bf16", grad="bf16", reduce="bf16", moment="bf16"),
+    # bf16 weights, gradients and moments, gradients reduced (and kept over a window) in fp32
+    "bf16-reduce-fp32": Precision(param="bf16", compute="bf16", grad="bf16", moment="bf16"),
     "bf16-stochastic": Precision(
         param="bf16", compute="bf16", grad="bf16", reduce="fp32", moment="fp32", rounding=Rounding.STOCHASTIC
     ),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
@@ -131,16 +132,12 @@ def _cluster(row: Row, world_size: int) -> Cluster:
     per_node = int(float(row.get("gpus_per_node") or 8))
     cluster = Cluster.parse(_DEVICES[name])
     if world_size % per_node == 0:
-        from dataclasses import replace
-
         return replace(cluster, devices_per_node=per_node, num_nodes=world_size // per_node)
     return Cluster.parse(f"{world_size}x{_DEVICES[name]}") if world_size <= 8 else _odd(cluster, per_node, world_size)
 
 
 def _odd(cluster: Cluster, per_node: int, world_size: int) -> Cluster:
     """Nodes that a run did not fill."""
-    from dataclasses import replace
-
     share = next(n for n in range(per_node, 0, -1) if world_size % n == 0)
     return replace(cluster, devices_per_node=share, num_nodes=world_size // share)
 
@@ -230,7 +227,7 @@ def _schedule(row: Row, virtual: int) -> str:
     return "interleaved_1f1b" if virtual > 1 else "1f1b"
 
 
-def _recompute(row: Row) -> dict[str, object]:
+def _recompute(row: Row) -> dict[str, Any]:
     text = row.get("act_ckpt", "").lower()
     if not text or text.startswith("none"):
         return {"recompute": "none"}
@@ -281,7 +278,7 @@ def _stack(row: Row) -> Stack:
     if name is None:
         raise InvalidInput("row.framework", row.get("framework", ""), "is no known stack", "name a known framework")
     stack = Stack.named(name)
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if row.get("attn_kernel", "") in ("unfused", "local"):
         changes["attention"] = "eager"
     if "no-gradient-accumulation-fusion" in row.get("notes", ""):

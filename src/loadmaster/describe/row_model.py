@@ -18,7 +18,7 @@ _LLAMA = ("llama", "mistral", "mixtral", "qwen", "yi-", "kempner", "internlm", "
 _GPT = ("gpt", "vocabpar", "megatron", "phi")
 
 # latent attention and experts of the two DeepSeeks, from their public configs; rows print the rest
-_DEEPSEEK = {
+_DEEPSEEK: dict[str, dict[str, Any]] = {
     "deepseek-v2": {"model_type": "deepseek_v2", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
                     "qk_rope_head_dim": 64, "v_head_dim": 128, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "deepseek-v3": {"model_type": "deepseek_v3", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,

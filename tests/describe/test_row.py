@@ -1,0 +1,45 @@
+"""Rows of measured runs become values, or say why not."""
+
+from pathlib import Path
+
+import pytest
+
+import loadmaster as lm
+from loadmaster.describe.row import MemoryKind, describe_row, read_rows
+
+VALIDATION = Path(__file__).parents[2] / "validation"
+
+
+def first(table, **where):
+    return next(r for r in read_rows(VALIDATION / table) if all(r[k] == v for k, v in where.items()))
+
+
+def test_a_megatron_row():
+    row = describe_row(first("simumax_b200.tsv", row_id="SM-0001"))
+    assert row.layout == lm.Layout(dp_shard=4, pp=2, zero=1, precision="bf16-master")
+    assert row.model.num_params == 12369207296
+    assert (row.stack.name, row.stage, row.memory_kind) == ("megatron", "worst", MemoryKind.ALLOCATED)
+    assert row.workload == lm.Workload(global_batch_size=16, seq_len=4096, loss="fused")
+    assert row.cluster.num_devices == 8
+    assert row.complete
+    assert not row.failed
+
+
+def test_every_row_is_described_or_says_why():
+    rows = 0
+    for table in sorted(VALIDATION.glob("*.tsv")):
+        for row in read_rows(table):
+            rows += 1
+            try:
+                described = describe_row(row)
+            except (lm.LoadmasterError, ModuleNotFoundError) as error:
+                assert str(error)
+            else:
+                assert described.cluster.num_devices == described.layout.world_size
+    assert rows > 5000
+
+
+def test_missing_column_is_refused(tmp_path):
+    (tmp_path / "x.tsv").write_text("a\tb\n1\t2\n")
+    with pytest.raises(lm.InvalidInput, match="no row_id column"):
+        list(read_rows(tmp_path / "x.tsv"))
