@@ -32,6 +32,21 @@ FAMILIES = {
     "gemma2": ("llama", "llama_like", "Gemma2ForCausalLM", "Gemma2Model"),
     "gemma3_text": ("llama", "llama_like", "Gemma3ForCausalLM", "Gemma3TextModel"),
     "gpt2": ("gpt2", "gpt2", "GPT2LMHeadModel", "GPT2Model"),
+    "gpt_neox": ("gpt_neox", "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXModel"),
+    "gptj": ("gptj", "gptj", "GPTJForCausalLM", "GPTJModel"),
+    "bloom": ("bloom", "bloom", "BloomForCausalLM", "BloomModel"),
+    "opt": ("opt", "opt", "OPTForCausalLM", "OPTModel"),
+    "mpt": ("mpt", "mpt", "MptForCausalLM", "MptModel"),
+    "falcon": ("falcon", "falcon", "FalconForCausalLM", "FalconModel"),
+    "mixtral": ("moe", "mixtral", "MixtralForCausalLM", "MixtralModel"),
+    "qwen2_moe": ("moe", "qwen_moe", "Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+    "qwen3_moe": ("moe", "qwen_moe", "Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    "deepseek_v2": ("deepseek", "deepseek", "DeepseekV2ForCausalLM", "DeepseekV2Model"),
+    "deepseek_v3": ("deepseek", "deepseek", "DeepseekV3ForCausalLM", "DeepseekV3Model"),
+    "bert": ("bert", "bert", "BertForMaskedLM", "BertModel"),
+    "t5": ("t5", "t5", "T5ForConditionalGeneration", "T5Model"),
+    "vit": ("vit", "vit", "ViTForImageClassification", "ViTModel"),
+    "whisper": ("whisper", "whisper", "WhisperForConditionalGeneration", "WhisperModel"),
 }
 
 
@@ -65,11 +80,19 @@ def from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Model:
     return _from_transformers(name, model_type, raw)
 
 
+# names under which published configs spell an architecture that transformers calls otherwise
+_SPELLINGS: dict[str, str] = {
+    "MPTForCausalLM": "MptForCausalLM", "RWForCausalLM": "FalconForCausalLM",
+    "T5WithLMHeadModel": "T5ForConditionalGeneration",
+}  # fmt: skip
+
+
 def _architecture(raw: Mapping[str, Any], default: str) -> str:
     named = raw.get("architectures") or [default]
     if not isinstance(named, list) or not all(isinstance(n, str) for n in named):
         raise InvalidInput("config.architectures", named, "must be a list of names", f'write e.g. ["{default}"]')
-    return default if default in named else str(named[0])
+    spelled = [_SPELLINGS.get(str(n), str(n)) for n in named]
+    return default if default in spelled else spelled[0]
 
 
 def _from_transformers(name: str, model_type: str, raw: Mapping[str, Any]) -> Model:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from loadmaster.describe.families import ends
 from loadmaster.describe.families.flow import Flow
+from loadmaster.describe.families.stem import Stem, assemble
 from loadmaster.describe.model import Block, Model
 from loadmaster.describe.op import Attention, OpKind
 
-__all__ = ["Layer", "Stem", "build", "decoder_layer"]
+__all__ = ["Layer", "build", "decoder_layer", "gated_mlp", "rotate", "slices"]
 
 Mlp = Callable[[Flow, str], str]
 
@@ -176,36 +176,6 @@ def gated_mlp(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stem:
-    """What is common to the whole model.
-
-    Attributes:
-        name, family: as `Model`'s.
-        base: prefix of the body in the state dict (``model.``, or empty for a bare body).
-        with_head: has an output head and a loss.
-        tied: the head is the embedding's matrix.
-        embedding_scale: embeddings are multiplied by a constant; embedding_dropout: their dropout rate.
-        softcap: of the logits; logits_scale: logits are multiplied by a constant.
-        rope_width: elements of a row of the rotary tables (0: none).
-    """
-
-    name: str
-    family: str
-    hidden: int
-    vocab_size: int
-    tied: bool
-    base: str = "model."
-    with_head: bool = True
-    norm: str = "rms"
-    embedding_scale: bool = False
-    embedding_dropout: float = 0.0
-    softcap: float | None = None
-    logits_scale: bool = False
-    rope_width: int = 0
-    max_seq_len: int | None = None
-
-
 def build(stem: Stem, layers: list[Layer]) -> Model:
     """The model of these layers; equal layers share one block."""
     blocks: dict[int, Block] = {}
@@ -214,32 +184,3 @@ def build(stem: Stem, layers: list[Layer]) -> Model:
             name = "moe" if layer.mlp is not None else "decoder"
             blocks[id(layer)] = decoder_layer(layer, prefix=f"{stem.base}layers.{{}}.", name=name)
     return assemble(stem, [blocks[id(layer)] for layer in layers])
-
-
-def assemble(stem: Stem, blocks: list[Block]) -> Model:
-    """Embedding, these blocks (one a layer), final norm and head."""
-    embedding = Flow("embedding", "", width=None)
-    x = ends.token_embedding(
-        embedding, f"{stem.base}embed_tokens.weight", vocab_size=stem.vocab_size, width=stem.hidden
-    )
-    if stem.embedding_scale:
-        x = embedding.pointwise("tokens.scale", OpKind.SCALE, x)
-    x = embedding.dropout("tokens.dropout", x, stem.embedding_dropout)
-    if stem.rope_width:
-        ends.rope_tables(embedding, stem.rope_width)
-    return Model(
-        name=stem.name, family=stem.family, hidden_size=stem.hidden, vocab_size=stem.vocab_size,
-        embedding=embedding.done(x, input="input_ids"), blocks=ends.in_runs(blocks), head=_head(stem),
-        max_seq_len=stem.max_seq_len,
-    )  # fmt: skip
-
-
-def _head(stem: Stem) -> Block:
-    flow = Flow("head", "", width=stem.hidden)
-    x = flow.norm("final_norm", "input", weight=f"{stem.base}norm", function=stem.norm)
-    if stem.with_head:
-        x = ends.language_head(
-            flow, x, weight="lm_head", width=stem.hidden, vocab_size=stem.vocab_size, softcap=stem.softcap,
-            scale=stem.logits_scale, tied_to=f"{stem.base}embed_tokens.weight" if stem.tied else None,
-        )  # fmt: skip
-    return flow.done(x)

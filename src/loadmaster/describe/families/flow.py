@@ -63,6 +63,7 @@ class Flow:
     def linear(
         self, name: str, x: str, *, weight: str, d_in: int, d_out: int, bias: bool = False, split: str = "",
         units: int = 0, transposed: bool = False, tied_to: str | None = None, output: str | None = None,
+        length: int | None = None,
     ) -> str:  # fmt: skip
         """y = x W (+ b).
 
@@ -76,13 +77,16 @@ class Flow:
             units: indivisible pieces along the split dim (heads).
             tied_to: full name of the weight it shares.
             output: name of its output value where that is not the op's.
+            length: tokens a sample of x where that is fixed (x then has no power of seq_len).
         """
         matrix, vector = linear_weights(
             weight, d_in=d_in, d_out=d_out, bias=bias, split=split, units=units, transposed=transposed, tied_to=tied_to
         )
         v = self.values[x]
         kind = {"column": Split.TP, "row": Split.SEQUENCE, "": Split.NONE}[split]
-        y = self.value(output or name, d_out, split=kind, batch_power=v.batch_power, seq_power=v.seq_power)
+        y = self.value(
+            output or name, d_out * (length or 1), split=kind, batch_power=v.batch_power, seq_power=v.seq_power
+        )
         return self.op(name, OpKind.MATMUL, (x,), (y,), weights=(matrix, *vector))
 
     def norm(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from loadmaster.describe.families.decoder import Layer, Stem, build
+from loadmaster.describe.families.decoder import Layer, build
 from loadmaster.describe.families.fields import Fields
+from loadmaster.describe.families.stem import Stem
 from loadmaster.describe.model import Model
 from loadmaster.describe.op import Attention
 
@@ -37,7 +38,7 @@ class Kind:
     whole_heads: bool = False
     kv_heads: int | None = None
     tied: bool = False
-    windowed: Literal["never", "always", "above", "no_rope", "pattern"] = "never"
+    windowed: Literal["never", "always", "above", "no_rope", "pattern", "if_used", "alternate_below"] = "never"
     window: int | None = None
     pattern: int = 2
     activation_field: str = "hidden_act"
@@ -101,9 +102,11 @@ def windows(fields: Fields, kind: Kind, num_layers: int) -> tuple[int | None, ..
     if "sliding_window" not in fields.raw:
         window = kind.window
     kinds = None
-    if kind.windowed in ("above", "no_rope", "pattern"):
+    if kind.windowed in ("above", "no_rope", "pattern", "alternate_below"):
         kinds = fields.words("layer_types", num_layers, (FULL, SLIDING))
-    if kind.windowed in ("above", "no_rope") and not fields.flag("use_sliding_window", False):
+    if kind.windowed in ("above", "no_rope", "if_used", "alternate_below") and not fields.flag(
+        "use_sliding_window", False
+    ):
         window = None
     if kinds is None:
         kinds = tuple(SLIDING if _slides(fields, kind, i) else FULL for i in range(num_layers))
@@ -112,10 +115,12 @@ def windows(fields: Fields, kind: Kind, num_layers: int) -> tuple[int | None, ..
 
 def _slides(fields: Fields, kind: Kind, index: int) -> bool:
     match kind.windowed:
-        case "always":
+        case "always" | "if_used":
             return True
         case "above":
             return index >= fields.count("max_window_layers", 28, minimum=0)
+        case "alternate_below":
+            return index % 2 == 0 and index < fields.count("max_window_layers", 28, minimum=0)
         case "no_rope":
             return not _rotary(fields, kind, index)
         case "pattern":
