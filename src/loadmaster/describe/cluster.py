@@ -194,6 +194,7 @@ class Cluster:
         return {
             "devices_per_node": self.devices_per_node,
             "num_nodes": self.num_nodes,
+            "link_domain": self.link_domain,
             "memory_cap": self.memory_cap,
             "source": self.source,
             "device": {

@@ -41,6 +41,18 @@ class Interval:
             return 0.0
         return 0.5 * math.erfc(math.log(limit / self.centre) / (self.sigma * math.sqrt(2)))
 
+    def usable(self, limit: float, risk: float) -> float:
+        """Largest prediction that exceeds `limit` with a probability of at most `risk`, at this sigma.
+
+        >>> round(Interval(centre=1.0, sigma=0.05).usable(100.0, 0.05), 1)
+        92.1
+        """
+        low, high = 0.0, 8.0  # standard deviations
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if 0.5 * math.erfc(middle / math.sqrt(2)) > risk else (low, middle)
+        return limit * math.exp(-high * self.sigma)
+
 
 # standard deviation of log(measured / predicted), by stack: (memory, seconds)
 SPREAD = {
