@@ -146,6 +146,7 @@ def _by_name(name: str) -> tuple[str, dict[str, Any]]:
         [k for k in known if _plain(k) == wanted],
         [k for k in known if _plain(k.split("/")[-1]) == wanted],
         [k for k in known if _short(k) == _short(name)],
+        [k for k in known if _short(k).startswith(_short(name))],
     ):
         if len(match) == 1:
             return match[0], _load(known[match[0]])
