@@ -165,7 +165,9 @@ def _short(name: str) -> str:
 def _suggest(wanted: str, known: list[str]) -> str:
     from difflib import get_close_matches
 
-    short = {_plain(k.split("/")[-1]): k for k in known} | {_plain(k): k for k in known}
-    close = dict.fromkeys(short[m] for m in get_close_matches(wanted, list(short), n=6, cutoff=0.5))
-    hint = f"did you mean {', '.join(list(close)[:3])}? " if close else ""
+    spellings = {spelled: k for k in known for spelled in (_plain(k), _plain(k.split("/")[-1]), _short(k))}
+    close = get_close_matches(_short(wanted), list(spellings), n=4, cutoff=0.5)
+    close += get_close_matches(wanted, list(spellings), n=4, cutoff=0.5)
+    names = list(dict.fromkeys(spellings[c] for c in close))[:3]
+    hint = f"did you mean {', '.join(names)}? " if names else ""
     return f"{hint}loadmaster catalog lists the names; a path to a config.json does as well"
