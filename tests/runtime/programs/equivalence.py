@@ -1,0 +1,55 @@
+"""Every way to lay the data axes out, against one process: loss, norm, gradients, weights, state."""
+
+import sys
+
+from tiny import batched, difference, finish, sequences, start, tiny, whole
+
+from loadmaster.describe.layout import Layout
+from loadmaster.runtime import OptimizerConfig, build
+
+STEPS, SEQUENCES = int(sys.argv[1]), 8
+CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=1.0)
+
+
+def run(layout, per_batch, rank, algorithm="auto"):
+    share = SEQUENCES // layout.dp
+    engine = build(tiny(), layout, optimizer=CONFIG, algorithm=algorithm)
+    results = []
+    for step in range(STEPS):
+        mine = sequences(step, SEQUENCES)[rank * share : (rank + 1) * share]
+        results.append(engine.step(batched(mine, per_batch)))
+    gradients, state = whole_of(layout, engine.gradients()), whole_of(layout, engine.state())
+    engine.close()
+    return results, gradients, state
+
+
+def whole_of(layout, shards):
+    if layout.dp > 1:
+        return whole(shards)
+    return {(s.name, s.kind): s.tensor.detach().clone().double() for s in shards}
+
+
+rank, size = start()
+shapes = [(size, 1), (1, size)] + ([(2, size // 2)] if size > 2 else [])
+rows = []
+for per_batch in (1, 2):
+    reference = run(Layout(precision="fp32"), per_batch, 0)
+    for replicate, shard in shapes:
+        for zero in range(4):
+            if zero and shard == 1:
+                continue
+            for algorithm in ("direct", "ring", "backend") if per_batch == 2 else ("direct",):
+                layout = Layout(
+                    dp_replicate=replicate, dp_shard=shard, zero=zero, precision="fp32", bucket_bytes=8192,
+                    recompute="full" if per_batch == 1 else "none",
+                )  # fmt: skip
+                results, gradients, state = run(layout, per_batch, rank, algorithm)
+                rows.append({
+                    "layout": layout.describe(), "algorithm": algorithm, "per_batch": per_batch,
+                    "loss": max(abs(a.loss / b.loss - 1) for a, b in zip(results, reference[0], strict=True)),
+                    "norm": max(abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(results, reference[0], strict=True)),
+                    "gradient": difference(gradients, reference[1], "grad"),
+                    "weight": difference(state, reference[2], "param"),
+                    "exp_avg": difference(state, reference[2], "exp_avg"),
+                })  # fmt: skip
+finish(rows)
