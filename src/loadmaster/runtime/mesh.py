@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from loadmaster.describe.layout import Layout
 from loadmaster.errors import InvalidInput
@@ -57,15 +57,14 @@ def data_mesh(layout: Layout, *, mesh: DeviceMesh | None = None, device: torch.d
         alone = [Axis(name=n) for n in ("dp_shard", "dp_replicate", "dp")]
         return DataMesh(shard=alone[0], replicate=alone[1], data=alone[2], device=device)
     _ensure_started(layout, device)
-    if mesh is None:
-        mesh = init_device_mesh(
-            device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-    replicate, shard = _axis(mesh, "dp_replicate"), _axis(mesh, "dp_shard")
-    group = dist.group.WORLD if mesh.size() == dist.get_world_size() else _flat_group(mesh)
-    rank = replicate.rank * shard.size + shard.rank
-    data = Axis(name="dp", size=layout.dp, rank=rank, group=group if layout.dp > 1 else None)
-    return DataMesh(shard=shard, replicate=replicate, data=data, device=device)
+    grid = torch.arange(layout.world_size).view(layout.dp_replicate, layout.dp_shard) if mesh is None else _grid(mesh)
+    replicate_rank, shard_rank = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
+    return DataMesh(
+        shard=_axis("dp_shard", grid[replicate_rank], shard_rank),
+        replicate=_axis("dp_replicate", grid[:, shard_rank], replicate_rank),
+        data=_axis("dp", grid.flatten(), replicate_rank * layout.dp_shard + shard_rank),
+        device=device,
+    )
 
 
 def _default_device() -> torch.device:
@@ -91,11 +90,13 @@ def _ensure_started(layout: Layout, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    part = mesh[name]
-    group = part.get_group() if part.size() > 1 else None
-    return Axis(name=name, size=part.size(), rank=part.get_local_rank(), group=group)
+def _grid(mesh: DeviceMesh) -> torch.Tensor:
+    """Ranks by (replicate, shard) of this rank's data axes."""
+    return mesh["dp_replicate", "dp_shard"].mesh
 
 
-def _flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    return mesh["dp_replicate", "dp_shard"]._flatten("loadmaster_dp").get_group()
+def _axis(name: str, ranks: torch.Tensor, rank: int) -> Axis:
+    """An axis with a group of its own: the engine's messages never meet those of the program around it."""
+    members: list[int] = ranks.tolist()
+    group = dist.new_group(members, use_local_synchronization=True) if len(members) > 1 else None
+    return Axis(name=name, size=len(members), rank=rank, group=group)

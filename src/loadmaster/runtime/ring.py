@@ -19,6 +19,11 @@ from loadmaster.runtime.traffic import TrafficMeter
 __all__ = ["BackendCollectives", "Collectives", "PointToPoint", "collectives_for"]
 
 
+# the newer names where torch has them
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Collectives(Protocol):
     """What the engine asks of an axis; `scratch_bytes` is what it keeps for receiving."""
 
@@ -146,7 +151,7 @@ class BackendCollectives:
         source = buffer.to(wire) if wire not in (None, buffer.dtype) else buffer
         mine = self._chunk(source)
         out = torch.empty_like(mine) if self._gloo else mine
-        dist.reduce_scatter_tensor(out, source, group=self.axis.group)
+        _reduce_scatter(out, source, group=self.axis.group)
         if out.data_ptr() != self._chunk(buffer).data_ptr():
             self._chunk(buffer).copy_(out)
         self._count("reduce_scatter", source.nbytes, trips=2 if self._gloo else 1)
@@ -154,7 +159,7 @@ class BackendCollectives:
     def all_gather(self, buffer: Tensor, term: str = "all_gather") -> None:
         """See `Collectives`."""
         mine = self._chunk(buffer)
-        dist.all_gather_into_tensor(buffer, mine.clone() if self._gloo else mine, group=self.axis.group)
+        _all_gather(buffer, mine.clone() if self._gloo else mine, group=self.axis.group)
         self._count(term, buffer.nbytes, trips=1)
 
     def all_reduce(self, buffer: Tensor, wire: torch.dtype | None = None) -> None:

@@ -8,7 +8,7 @@ from loadmaster.describe.layout import Layout
 from loadmaster.runtime import OptimizerConfig, build
 
 STEPS, SEQUENCES = int(sys.argv[1]), 8
-CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=1.0)
+CONFIG = OptimizerConfig(lr=2e-3, max_grad_norm=1.0)
 
 
 def run(layout, per_batch, rank, algorithm="auto"):
