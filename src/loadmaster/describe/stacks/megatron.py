@@ -10,11 +10,11 @@ from loadmaster.units import MIB
 BUFFER = "NVIDIA/Megatron-LM megatron/core/distributed/param_and_grad_buffer.py"
 OPTIMIZER = "NVIDIA/Megatron-LM megatron/core/optimizer/distrib_optimizer.py"
 
-# vocab_parallel_cross_entropy: fp32 copy, exponentials written in place (they become the softmax), gradient likewise
+# vocab_parallel_cross_entropy of logits.float(): the maximum is subtracted, the exponential taken and divided in
+# place, and the gradient is written over that softmax before it is cast back
 NATIVE_LOSS = (
-    LossTensor(name="logits", dtype="compute"),
+    LossTensor(name="logits", dtype="compute", backward=False),
     LossTensor(name="softmax", dtype="fp32"),
-    LossTensor(name="shifted", dtype="fp32", backward=False),
     LossTensor(name="gradient", dtype="compute", forward=False, head=True),
 )
 
