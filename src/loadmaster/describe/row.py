@@ -177,10 +177,14 @@ def _workload(row: Row, layout: Layout, dp: int) -> Workload:
     if mode not in ("pretrain", "full_ft", ""):
         raise InvalidInput("row.train_mode", mode, "trains adapters on frozen weights", "give a full training run")
     notes = row.get("notes", "").lower()
-    fused = any(word in notes for word in ("cross-entropy loss fusion on", "cross-entropy-loss-fusion", "liger"))
-    return Workload(
-        global_batch_size=int(batch), seq_len=_int(row, "seq_len"), loss="fused" if fused else "cross_entropy"
-    )
+    return Workload(global_batch_size=int(batch), seq_len=_int(row, "seq_len"), loss=_loss(notes))
+
+
+def _loss(notes: str) -> str:
+    """SimuMax's runs fuse the loss with Transformer Engine's kernel, Megatron's tests with its own functions."""
+    if "cross-entropy loss fusion on" in notes or "liger fused linear cross-entropy" in notes:
+        return "fused" if "liger" not in notes else "chunked"
+    return "fused_native" if "cross-entropy-loss-fusion" in notes else "cross_entropy"
 
 
 def _layout(row: Row) -> Layout:
@@ -279,8 +283,11 @@ def _stack(row: Row) -> Stack:
         raise InvalidInput("row.framework", row.get("framework", ""), "is no known stack", "name a known framework")
     stack = Stack.named(name)
     changes: dict[str, Any] = {}
-    if row.get("attn_kernel", "") in ("unfused", "local"):
+    old = "megatron-core" in text and not row.get("attn_kernel") and "env lts" in row.get("notes", "")
+    if row.get("attn_kernel", "") in ("unfused", "local") or old:
         changes["attention"] = "eager"
+    if "deterministic-mode" in row.get("notes", ""):
+        changes["deterministic"] = True
     if "no-gradient-accumulation-fusion" in row.get("notes", ""):
         changes["scratch_gradients"] = False
     return stack.variant(**changes)

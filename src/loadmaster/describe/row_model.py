@@ -105,13 +105,14 @@ def _qwen(row: Row, name: str) -> dict[str, Any]:
 def _gpt(row: Row, notes: str) -> dict[str, Any]:
     dims = _dims(row)
     rotary = "position-embedding-type=rope" in notes
+    rate = 0.1 if "TINY" in notes else 0.0  # Megatron's default, which its tests leave
     if dims["num_key_value_heads"] != dims["num_attention_heads"] or rotary:
         raise InvalidInput("row.model", row["model"], "is a GPT with rotary or grouped attention", "give a config")
     return {
         "model_type": "gpt2", "n_embd": dims["hidden_size"], "n_layer": dims["num_hidden_layers"],
         "n_head": dims["num_attention_heads"], "n_inner": _number(row, "ffn", 4 * dims["hidden_size"]),
         "vocab_size": dims["vocab_size"], "n_positions": _number(row, "seq_len", 1024),
-        "tie_word_embeddings": row.get("tied_emb") != "0", "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+        "tie_word_embeddings": row.get("tied_emb") != "0", "resid_pdrop": rate, "attn_pdrop": rate, "embd_pdrop": rate,
     }  # fmt: skip
 
 

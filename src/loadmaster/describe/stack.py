@@ -165,6 +165,8 @@ class Stack:
         head_streams: whole copies of the stream around the head's backward.
         scratch_gradients: weight gradients are accumulated by the product's kernel, and autograd is given a scratch
             tensor instead, one for each distinct shape, kept for ever.
+        workspace: bytes of its own matrix library's scratch, before Hopper and from Hopper on.
+        deterministic: run with CUBLAS_WORKSPACE_CONFIG=:4096:8, 32 MiB a cuBLAS workspace on any device.
         placement: ``even`` or ``cost`` (blocks to stages by cumulative FLOPs, the head's included).
         overlaps_*: what runs beside compute (the time law reads these).
     """
@@ -188,7 +190,8 @@ class Stack:
     head_streams: int = 0
     scratch_gradients: bool = False
     placement: str = "even"
-    workspace: int = 0
+    workspace: tuple[int, int] = (0, 0)
+    deterministic: bool = False
     context: Context = Context()
     allocator: Allocator = Allocator()
     overlaps_gradient_reduction: bool = True
@@ -227,7 +230,9 @@ class Stack:
 
     def kept(self, op: Op) -> Kept:
         """What `op` leaves for its backward."""
-        function = self.attention if op.kind is OpKind.ATTENTION else op.function
+        function = op.function
+        if op.attention is not None:
+            function = self.attention + ("_dropout" if op.attention.dropout else "")
         rule = self.saving.get((op.kind, function))
         return rule if rule is not None else self.saving.get((op.kind, ""), Kept())
 

@@ -24,6 +24,7 @@ class Workload:
         frozen: share of parameters that take no gradient is described by the model; this names the method:
             ``none``, ``lora`` (adapters of `lora_rank` on every linear layer of the blocks).
         causal: count attention FLOPs as causal (half), not full.
+        expert_imbalance: tokens that reach the busiest rank's experts over the mean (1: balanced, or capped).
     """
 
     global_batch_size: int
@@ -33,6 +34,7 @@ class Workload:
     frozen: str = "none"
     lora_rank: int = 0
     causal: bool = False
+    expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         for field in ("global_batch_size", "seq_len"):

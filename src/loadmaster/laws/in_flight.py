@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from loadmaster.laws.numbers import Number, lesser, where
+from loadmaster.laws.numbers import Number, clip, lesser, where
 
-__all__ = ["chunks_in_flight"]
+__all__ = ["chunks_in_flight", "per_chunk"]
 
 
 def chunks_in_flight(
@@ -16,7 +16,7 @@ def chunks_in_flight(
 
         gpipe               m v
         1f1b                min(p - i, m) v
-        interleaved_1f1b    min(2 (p - i - 1) + (v - 1) p + 1, m v), all m v where m = p
+        interleaved_1f1b    min(2 (p - i - 1) + (v - 1) p + 1, m v)
         zb_h1               min(p, m) v: weight gradients wait, so every stage holds what the first does
         zb_v, dualpipe_v    min(2 p, 2 m); min(2 p + 1, 2 m)
 
@@ -35,8 +35,7 @@ def chunks_in_flight(
             return m * v
         case "interleaved_1f1b":
             warm_up = 2 * (p - i - 1) + (v - 1) * p + 1
-            looped = lesser(where(m == p, m * v, warm_up), m * v)
-            return where(v > 1, looped, plain)
+            return where(v > 1, lesser(warm_up, m * v), plain)
         case "zb_h1":
             return lesser(p, m) * v
         case "zb_v":
@@ -45,3 +44,19 @@ def chunks_in_flight(
             return lesser(p * v + 1, m * v)
         case _:
             return plain
+
+
+def per_chunk(schedule: str, in_flight: Number, *, pp: Number, virtual_stages: Number, most: int) -> list[Number]:
+    """How the `in_flight` chunk activations divide over the rank's chunks, `most` of them at the largest.
+
+    An interleaved pipeline forwards p micro-batches through a chunk before it goes on to the next.
+
+    >>> per_chunk("interleaved_1f1b", 9, pp=4, virtual_stages=3, most=3)
+    [4, 4, 1]
+    >>> per_chunk("zb_v", 8, pp=4, virtual_stages=2, most=2)
+    [4, 4]
+    """
+    if schedule == "interleaved_1f1b":
+        rounds, rest = in_flight // (pp * virtual_stages), in_flight % (pp * virtual_stages)
+        return [rounds * pp + clip(rest - c * pp, 0, pp) for c in range(most)]
+    return [where(c < virtual_stages, (in_flight + virtual_stages - 1 - c) // virtual_stages, 0) for c in range(most)]

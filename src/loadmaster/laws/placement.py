@@ -20,49 +20,58 @@ class Placement:
     """What one pipeline rank holds.
 
     Attributes:
-        blocks: (block, number of layers of it on this rank).
-        embedding, head: 1 where it holds that end of the model, else 0.
+        kinds: the model's kinds of block; chunks: layers of each kind, chunk by chunk.
+        embedding, head: 1 where the rank holds that end of the model, else 0.
     """
 
-    blocks: tuple[tuple[Block, Number], ...]
+    kinds: tuple[Block, ...]
+    chunks: tuple[tuple[Number, ...], ...]
     embedding: Number
     head: Number
 
     @property
+    def blocks(self) -> tuple[tuple[Block, Number], ...]:
+        """(block, layers of it on the rank)."""
+        return tuple((block, sum(chunk[k] for chunk in self.chunks)) for k, block in enumerate(self.kinds))
+
+    @property
     def num_layers(self) -> Number:
-        """Layers on this rank."""
+        """Layers on the rank."""
         return sum(count for _, count in self.blocks)
 
 
 def place(model: Model, stack: Stack, *, pp: Number, stage: Number, virtual_stages: Number, schedule: str) -> Placement:
-    """Blocks of pipeline rank `stage`: ``ceil`` shares first, every layer once.
+    """Blocks of pipeline rank `stage`: every layer once, the longer slices first.
 
-    Chunk c of rank i is slice ``c * pp + i`` of the model (folded back on odd chunks for V schedules).
+    Chunk c of rank i is slice ``c * pp + i`` of the model (counted from the other end on odd chunks of V schedules).
     """
-    counts: list[Number] = [0] * len(model.blocks)
     folded = schedule in V_SCHEDULES
+    chunks: list[tuple[Number, ...]] = []
     for chunk in range(int(np.max(virtual_stages))):
         index = chunk * pp + (pp - 1 - stage if folded and chunk % 2 else stage)
         low, high = _slice(model, stack, index, pp * virtual_stages)
+        present = where(chunk < virtual_stages, 1, 0)
+        counts: list[Number] = []
         start = 0
-        for k, (_, repeat) in enumerate(model.blocks):
-            inside = clip(high, start, start + repeat) - clip(low, start, start + repeat)
-            counts[k] = counts[k] + where(chunk < virtual_stages, inside, 0)
+        for _, repeat in model.blocks:
+            counts.append((clip(high, start, start + repeat) - clip(low, start, start + repeat)) * present)
             start += repeat
-    head_rank = where(virtual_stages % 2 == 0, 0, pp - 1) if folded else pp - 1
+        chunks.append(tuple(counts))
+    last = where(virtual_stages % 2 == 0, 0, pp - 1) if folded else pp - 1
     return Placement(
-        blocks=tuple((block, count) for (block, _), count in zip(model.blocks, counts, strict=True)),
-        embedding=where(stage == 0, 1, 0), head=where(stage == head_rank, 1, 0),
-    )  # fmt: skip
+        kinds=tuple(block for block, _ in model.blocks),
+        chunks=tuple(chunks),
+        embedding=where(stage == 0, 1, 0),
+        head=where(stage == last, 1, 0),
+    )
 
 
 def _slice(model: Model, stack: Stack, index: Number, num_slices: Number) -> tuple[Number, Number]:
     """Layers [low, high) of slice `index` of `num_slices`."""
-    layers = model.num_layers
     if stack.placement == "cost":
         return _by_cost(model, index, num_slices), _by_cost(model, index + 1, num_slices)
-    share, rest = layers // num_slices, layers % num_slices
-    return (index * share + lesser(index, rest), (index + 1) * share + lesser(index + 1, rest))
+    share, rest = model.num_layers // num_slices, model.num_layers % num_slices
+    return index * share + lesser(index, rest), (index + 1) * share + lesser(index + 1, rest)
 
 
 def _by_cost(model: Model, index: Number, num_slices: Number) -> Number:

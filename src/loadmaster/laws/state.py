@@ -1,4 +1,4 @@
-"""Model state: parameters a rank holds, and gradients, masters and moments line by line as its stack keeps them."""
+"""Parameters that a rank holds, by how parallelism divides them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import lru_cache
 
 from loadmaster.describe.model import Block
 from loadmaster.describe.op import Split, Weight
-from loadmaster.laws.numbers import Number, ceil_div, lesser
+from loadmaster.laws.numbers import Number, ceil_div, lesser, where
+from loadmaster.laws.placement import Placement
+from loadmaster.laws.run import Run
 
-__all__ = ["Held", "WeightClass", "held", "weight_classes"]
+__all__ = ["Held", "WeightClass", "block_params", "held", "rank_params", "weight_classes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +102,24 @@ def held(
         else:
             dense = dense + numel
     return Held(dense=dense, expert=expert)
+
+
+def block_params(run: Run, block: Block, *, trainable: bool = False, with_tied: bool = False) -> Held:
+    """Parameters of one block on one rank, before any sharding over data ranks."""
+    layout = run.layout
+    return held(
+        weight_classes(block, run.model.vocab_size, with_tied), tp=layout.tp, ep=layout.ep, expert_tp=layout.tp,
+        padded_vocab=run.padded_vocab, splits_vocab=run.stack.splits_embedding, trainable=trainable,
+    )  # fmt: skip
+
+
+def rank_params(run: Run, placement: Placement, *, trainable: bool = False) -> Held:
+    """Parameters on a pipeline rank; a tied matrix has its own copy where embedding and head lie apart."""
+    total: Held = block_params(run, run.model.embedding, trainable=trainable) * placement.embedding
+    for block, count in placement.blocks:
+        total = total + block_params(run, block, trainable=trainable) * count
+    apart = where(placement.embedding == 0, placement.head, 0)
+    together: Number = placement.head - apart
+    for tied, present in ((True, apart), (False, together)):
+        total = total + block_params(run, run.model.head, trainable=trainable, with_tied=tied) * present
+    return total

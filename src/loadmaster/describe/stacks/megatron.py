@@ -18,6 +18,14 @@ NATIVE_LOSS = (
     LossTensor(name="gradient", dtype="compute", forward=False, head=True),
 )
 
+# fused_vocab_parallel_cross_entropy: the compiled functions write the fp32 cast and the exponential apart
+NATIVE_FUSED_LOSS = (
+    LossTensor(name="logits", dtype="compute", backward=False),
+    LossTensor(name="float", dtype="fp32", backward=False),
+    LossTensor(name="softmax", dtype="fp32"),
+    LossTensor(name="gradient", dtype="compute", forward=False, head=True),
+)
+
 STACK = Stack(
     name="megatron",
     title="Megatron-Core + Transformer Engine",
@@ -31,9 +39,16 @@ STACK = Stack(
     ),
     saving=FUSED,
     fused=((OpKind.ACTIVATION, OpKind.MULTIPLY),),
-    loss={"cross_entropy": NATIVE_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
+    # fused: --cross-entropy-fusion-impl te; fused_native: native
+    loss={
+        "cross_entropy": NATIVE_LOSS,
+        "fused": FUSED_LOSS,
+        "fused_native": NATIVE_FUSED_LOSS,
+        "chunked": CHUNKED_LOSS,
+    },
     padded_vocab=128,
-    head_streams=3,
+    head_streams=2,
+    workspace=(4 * MIB, 32 * MIB),  # transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes
     scratch_gradients=True,
     context=Context(device=600 * MIB, communicator=64 * MIB),
     allocator=Allocator(activations=0.06, fixed=64 * MIB, sigma=0.03),

@@ -21,6 +21,15 @@ NORMALISED = Extra(name="normalised", size=Size.OUTPUT, dtype="compute")
 FLASH_ATTENTION = Kept(inputs=(0, 1, 2), outputs=(0,), extra=(LSE,))
 # softmax probabilities in the compute dtype; scaled scores feed the softmax, which keeps its output only
 EAGER_ATTENTION = Kept(inputs=(0, 1, 2), extra=(Extra(name="probabilities", size=Size.SCORES, dtype="compute"),))
+# dropout on the probabilities keeps its mask and its output
+EAGER_ATTENTION_DROPOUT = Kept(
+    inputs=(0, 1, 2),
+    extra=(
+        Extra(name="probabilities", size=Size.SCORES, dtype="compute"),
+        Extra(name="mask", size=Size.SCORES, dtype="bool"),
+        Extra(name="dropped", size=Size.SCORES, dtype="compute"),
+    ),
+)
 
 _COMMON = {
     (OpKind.MATMUL, ""): ONE_INPUT,
@@ -28,7 +37,9 @@ _COMMON = {
     (OpKind.EMBEDDING, ""): ONE_INPUT,  # the token ids
     (OpKind.POSITION, ""): NOTHING,
     (OpKind.ATTENTION, "flash"): FLASH_ATTENTION,
+    (OpKind.ATTENTION, "flash_dropout"): FLASH_ATTENTION,  # the mask is made again from the generator's state
     (OpKind.ATTENTION, "eager"): EAGER_ATTENTION,
+    (OpKind.ATTENTION, "eager_dropout"): EAGER_ATTENTION_DROPOUT,
     (OpKind.ACTIVATION, ""): ONE_INPUT,
     (OpKind.MULTIPLY, ""): Kept(inputs=(0, 1)),
     (OpKind.ADD, ""): NOTHING,

@@ -1,0 +1,118 @@
+"""The state of a rank, line by line as its stack keeps it: weights, gradients, masters, moments, buffers, scratch."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+from loadmaster.describe.model import Block
+from loadmaster.describe.op import OpKind, Split
+from loadmaster.describe.precision import BYTES
+from loadmaster.describe.stack import Alive, StateLine
+from loadmaster.describe.workload import OPTIMIZERS
+from loadmaster.laws.numbers import Number, ceil_div, greater, where
+from loadmaster.laws.placement import Placement
+from loadmaster.laws.run import Run
+from loadmaster.laws.state import Held
+from loadmaster.units import KIB, MIB
+
+__all__ = ["state_lines", "whole_state"]
+
+Terms = dict[str, Number]
+
+
+def state_lines(run: Run, params: Held, alive: Alive) -> Terms:
+    """Bytes of the lines that exist at `alive`."""
+    terms: Terms = {}
+    for line in run.stack.state:
+        if line.alive is alive:
+            terms[line.term] = terms.get(line.term, 0) + _line_bytes(run, line, params)
+    return terms
+
+
+def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
+    """What exists throughout the step: lines, gradients kept whole over a window, scratch of the matrix libraries."""
+    terms = state_lines(run, params, Alive.ALWAYS)
+    if run.stack.retains_unsharded:
+        whole = params.total * BYTES[run.precision.reduce]
+        retained = (run.layout.zero >= 2) & (run.micro_batches > 1) & (run.layout.reduce_each_micro_batch == 0)
+        terms["gradients"] = where(retained, greater(whole, terms["gradients"]), terms["gradients"])
+    terms["buffers/workspace"] = _workspace(run)
+    if run.stack.scratch_gradients:
+        terms["buffers/weight_gradients"] = _scratch_gradients(run, placement)
+    return terms
+
+
+def _line_bytes(run: Run, line: StateLine, params: Held) -> Number:
+    """``parameters on the rank * bytes each / shards``, where the ZeRO stage shards this line."""
+    each = line.bytes_each(run.precision) * _moment_kept(run, line)
+    if not each:
+        return 0
+    whole: Number = params.total
+    if line.zero is not None:
+        sharded = params.sharded(run.shards, run.expert_shards)
+        whole = where(run.layout.zero >= line.zero, sharded, whole)
+    return whole * each * _exists(run, line.when)
+
+
+def _moment_kept(run: Run, line: StateLine) -> int:
+    """0 for a moment that the optimizer does not have."""
+    moments = OPTIMIZERS[run.workload.optimizer]
+    return int(not ((line.term == "optimizer/exp_avg_sq" and moments < 2) or
+                    (line.term == "optimizer/exp_avg" and moments < 1)))  # fmt: skip
+
+
+def _exists(run: Run, when: str) -> Number:
+    """1 where the line exists, else 0."""
+    layout = run.layout
+    found: Number = 1
+    for name in filter(None, when.split("+")):
+        match name:
+            case "zero0":
+                test = layout.zero == 0
+            case "zero1":
+                test = (layout.zero >= 1) & (run.shards > 1)
+            case _:
+                assert name == "replicas", name
+                test = layout.dp_replicate * layout.dp_shard > 1
+        found = found * where(test, 1, 0)
+    return found
+
+
+def _workspace(run: Run) -> int:
+    """Scratch of the matrix libraries, which the allocator counts.
+
+    PyTorch keeps one cuBLAS workspace a thread that multiplies (forward's and autograd's): 8.125 MiB before Hopper, 32
+    MiB from Hopper on (``aten/src/ATen/cuda/CublasHandlePool.cpp``); a stack's own library adds its own.
+    """
+    if run.on_cpu:
+        return 0
+    each = 32 * MIB if run.hopper or run.stack.deterministic else 8 * MIB + 128 * KIB
+    return 2 * each + run.stack.workspace[run.hopper]
+
+
+def _scratch_gradients(run: Run, placement: Placement) -> Number:
+    """One weight-gradient tensor for each distinct matrix shape of the rank's blocks (one expert stands for all)."""
+    total: Number = 0
+    seen: set[tuple[int, ...]] = set()
+    for block, count in placement.blocks:
+        for shape, numel, split in _matrices(block):
+            if shape not in seen:
+                seen.add(shape)
+                total = total + (ceil_div(numel, run.layout.tp) if split else numel) * where(count > 0, 1, 0)
+    return total * run.compute_bytes
+
+
+@lru_cache(maxsize=4096)
+def _matrices(block: Block) -> tuple[tuple[tuple[int, ...], int, bool], ...]:
+    """(shape, elements, split) of the block's matrices; those that read one value are one fused matrix."""
+    fused: dict[str, list[Any]] = {}
+    for op in block.ops:
+        for weight in op.weights:
+            if weight.multiplies and op.kind is OpKind.MATMUL:
+                key = f"{op.inputs[0]}/{weight.split_dim}"
+                row = fused.setdefault(key, [0, weight.shape[1 - weight.split_dim], 0, weight.split is Split.TP])
+                row[0] += weight.shape[weight.split_dim]
+                row[2] += math.prod(weight.shape)
+    return tuple(((rows, columns), numel, split) for rows, columns, numel, split in fused.values())

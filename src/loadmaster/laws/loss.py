@@ -1,0 +1,56 @@
+"""What the loss makes of the logits: forward, backward, and the backward of the head's product."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from loadmaster.describe.op import OpKind
+from loadmaster.describe.precision import BYTES, Precision
+from loadmaster.describe.stack import Stack
+from loadmaster.laws.numbers import Number, ceil_div
+from loadmaster.laws.placement import Placement
+from loadmaster.laws.run import Run
+from loadmaster.laws.state import block_params
+
+__all__ = ["loss_bytes", "loss_events"]
+
+Terms = dict[str, Number]
+
+
+def loss_events(run: Run, placement: Placement) -> list[Terms]:
+    """The loss (the worse of its two directions) and the head's backward; nothing without a head.
+
+    ``logits = T * V / tp * bytes a logit``; the head's backward holds the logits' gradient, its weight's
+    ``V h / tp`` and whole copies of the stream.
+    """
+    if not any(op.kind is OpKind.LOSS for op in run.model.head.ops):
+        return [{}]
+    forward, backward, head = loss_bytes(run.stack, run.precision, run.workload.loss)
+    elements = run.tokens * run.padded_vocab
+    if run.stack.splits_vocab:
+        elements = ceil_div(elements, run.layout.tp)
+    elements = elements * placement.head
+    stream = run.tokens * run.model.hidden_size * run.compute_bytes * placement.head
+    matrix = block_params(run, run.model.head, with_tied=True).total * run.compute_bytes * placement.head
+    return [
+        {"logits": elements * max(forward, backward), "transient": stream * run.stack.head_streams},
+        {"logits": elements * head, "transient": stream * max(1, run.stack.head_streams) + matrix},
+    ]
+
+
+@lru_cache(maxsize=256)
+def loss_bytes(stack: Stack, precision: Precision, loss: str) -> tuple[int, int, int]:
+    """Bytes a logit in the loss's forward, in its backward, in the head's backward.
+
+    >>> loss_bytes(Stack.named("torchtitan"), Precision.named("bf16-mixed"), "cross_entropy")
+    (10, 14, 2)
+    """
+    low = BYTES[precision.compute] < 4
+    sums = [0, 0, 0]
+    for tensor in stack.loss_tensors(loss):
+        if tensor.low_only and not low:
+            continue
+        size = BYTES[precision.compute if tensor.dtype == "compute" else tensor.dtype]
+        for k, alive in enumerate((tensor.forward, tensor.backward, tensor.head)):
+            sums[k] += size * alive
+    return sums[0], sums[1], sums[2]
