@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadmaster.laws.numbers import Number, clip, lesser, where
+from loadmaster.laws.numbers import Number, clip, floor_div, lesser, where
 
 __all__ = ["chunks_in_flight", "per_chunk"]
 
@@ -57,6 +57,9 @@ def per_chunk(schedule: str, in_flight: Number, *, pp: Number, virtual_stages: N
     [4, 4]
     """
     if schedule == "interleaved_1f1b":
-        rounds, rest = in_flight // (pp * virtual_stages), in_flight % (pp * virtual_stages)
+        rounds = floor_div(in_flight, pp * virtual_stages)
+        rest = in_flight - rounds * pp * virtual_stages
         return [rounds * pp + clip(rest - c * pp, 0, pp) for c in range(most)]
-    return [where(c < virtual_stages, (in_flight + virtual_stages - 1 - c) // virtual_stages, 0) for c in range(most)]
+    return [
+        where(c < virtual_stages, floor_div(in_flight + virtual_stages - 1 - c, virtual_stages), 0) for c in range(most)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loadmaster.describe.model import Block
 from loadmaster.laws.activations import activation_polynomials, input_polynomial
-from loadmaster.laws.numbers import Number, greater, lesser, where
+from loadmaster.laws.numbers import Number, ceil_div, floor_div, greater, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
 from loadmaster.laws.working_set import backward_transients
@@ -47,7 +47,7 @@ def _recomputed(run: Run, placement: Placement, block: Block, layers: Number) ->
             for kind, count in placement.blocks:
                 if kind is block:
                     mine = lesser(greater(run.layout.recompute_blocks - before, 0), count)
-                    return layers * mine // greater(count, 1)
+                    return floor_div(layers * mine, greater(count, 1))
                 before = before + count
             return 0
         case _:
@@ -56,13 +56,21 @@ def _recomputed(run: Run, placement: Placement, block: Block, layers: Number) ->
 
 def block_terms(run: Run, block: Block) -> Terms:
     """Bytes of one block's saved tensors of one micro-batch, by term."""
+    key = ("terms", block.name, id(block))
+    if key not in run.known:
+        run.known[key] = _block_terms(run, block)
+    terms: Terms = run.known[key]
+    return terms
+
+
+def _block_terms(run: Run, block: Block) -> Terms:
     selective = run.layout.recompute == "selective"
     imbalance = run.workload.expert_imbalance
     terms: Terms = {}
     for term, routed, polynomial in activation_polynomials(block, run.stack, run.precision, selective):
         number = polynomial(run.shape)
         if routed and imbalance != 1.0:
-            number = number * round(imbalance * 1024) // 1024
+            number = ceil_div(number * round(imbalance * 1024), 1024)
         terms[term] = terms.get(term, 0) + number
     return terms
 
@@ -73,11 +81,20 @@ def backward_terms(run: Run, placement: Placement) -> Terms:
     again: Number = 0
     for block, count in placement.blocks:
         present = where(count > 0, 1, 0)
-        for polynomial in backward_transients(block, run.stack, run.precision):
-            transient = greater(transient, polynomial(run.shape) * present)
+        transient = greater(transient, _transient(run, block) * present)
         if run.layout.recompute in ("full", "blocks"):
             whole: Number = sum(block_terms(run, block).values())
             again = greater(again, (whole - input_polynomial(block, run.precision)(run.shape)) * present)
     if run.layout.recompute == "blocks":
         again = where(run.layout.recompute_blocks > 0, again, 0)
     return {"transient": transient, "activations/recomputed": again}
+
+
+def _transient(run: Run, block: Block) -> Number:
+    key = ("transient", id(block))
+    if key not in run.known:
+        worst: Number = 0
+        for polynomial in backward_transients(block, run.stack, run.precision):
+            worst = greater(worst, polynomial(run.shape))
+        run.known[key] = worst
+    return run.known[key]

@@ -6,6 +6,7 @@ terms that exist at different events are never added. Everything is bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from loadmaster.laws.placement import Placement, place
 from loadmaster.laws.run import Run
 from loadmaster.laws.state import block_params, rank_params
 
-__all__ = ["EVENTS", "OUTSIDE", "Peak", "memory_peak", "memory_terms"]
+__all__ = ["EVENTS", "OUTSIDE", "Peak", "memory_peak", "memory_terms", "memory_total"]
 
 EVENTS = ("loss", "backward", "end of backward", "optimizer step")
 OUTSIDE = ("context", "allocator/rounding")  # terms that are not live bytes of the framework's allocator
@@ -81,20 +82,26 @@ def memory_peak(
 ) -> Peak:
     """`memory_terms` with the event and the stage named."""
     run = Run.of(model, cluster, workload, layout, stack)
-    if stage != "worst":
-        return _peak_of_stage(run, int(stage))
-    best = _peak_of_stage(run, 0)
-    for candidate in _other_stages(layout.pp):
-        best = _worse(best, _peak_of_stage(run, candidate))
+    stages = [int(stage)] if stage != "worst" else _stages(layout.pp)
+    best, *others = [_Stage.of(run, index).peak(run) for index in stages]
+    for other in others:
+        best = _worse(best, other)
     return best
 
 
-def _other_stages(pp: Number) -> list[Number]:
-    """The second and the last stage, where there are any."""
+def memory_total(model: Model, cluster: Cluster, workload: Workload, layout: Layout, stack: Stack) -> Number:
+    """The sum of `memory_terms` on the worst rank, without the terms: what a search needs of a million layouts."""
+    run = Run.of(model, cluster, workload, layout, stack)
+    best, *others = [_Stage.of(run, index).total(run) for index in _stages(layout.pp)]
+    for other in others:
+        best = greater(best, other)
+    return best
+
+
+def _stages(pp: Number) -> list[Number]:
+    """The first, the second and the last stage, where there are any."""
     most = int(np.max(pp))
-    if most == 1:
-        return []
-    return [pp - 1] if most == 2 else [lesser(pp - 1, 1), pp - 1]
+    return [0] if most == 1 else [0, pp - 1] if most == 2 else [0, lesser(pp - 1, 1), pp - 1]
 
 
 def _worse(a: Peak, b: Peak) -> Peak:
@@ -107,33 +114,70 @@ def _worse(a: Peak, b: Peak) -> Peak:
     return Peak(terms=terms, event=np.where(larger, b.event, a.event), stage=np.where(larger, b.stage, a.stage))
 
 
-def _peak_of_stage(run: Run, stage: Number) -> Peak:
-    """The largest event of one stage."""
-    layout = run.layout
-    pipe = {"pp": layout.pp, "virtual_stages": layout.virtual_stages}
-    placement = place(run.model, run.stack, stage=stage, schedule=layout.schedule, **pipe)
-    chunks = chunks_in_flight(layout.schedule, stage=stage, micro_batches=run.micro_batches, **pipe)
-    most = len(placement.chunks)
-    kept = kept_terms(run, placement, per_chunk(layout.schedule, chunks, most=most, **pipe))
-    left = per_chunk(layout.schedule, greater(chunks - layout.virtual_stages, 0), most=most, **pipe)
-    params = rank_params(run, placement)
-    always = whole_state(run, params, placement)
-    gathered = {**_gathered(run, placement), "batch": run.tokens * 16}
-    events = [("loss", {**kept, **gathered, **terms}) for terms in loss_events(run, placement)]
-    events += [
-        ("backward", {**kept, **gathered, **backward_terms(run, placement)}),
-        ("end of backward", {**kept_terms(run, placement, left), **gathered,
-                             **state_lines(run, params, Alive.BACKWARD)}),
-        ("optimizer step", state_lines(run, params, Alive.STEP)),
-    ]  # fmt: skip
-    outside = _context(run)
-    best: Peak | None = None
-    for event, terms in events:
-        rounding = {"allocator/rounding": _allocator(run, always, terms)}
-        peak = Peak(terms={**always, **terms, **outside, **rounding}, event=event, stage=stage)
-        best = peak if best is None else _worse(best, peak)
-    assert best is not None
-    return best
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """One stage: what exists throughout the step, and what each event adds, in parts that events share."""
+
+    index: Number
+    always: Terms
+    outside: Terms
+    events: tuple[tuple[str, tuple[Terms, ...]], ...]
+
+    @classmethod
+    def of(cls, run: Run, index: Number) -> _Stage:
+        """Apply the laws of a stage."""
+        layout = run.layout
+        pipe = {"pp": layout.pp, "virtual_stages": layout.virtual_stages}
+        placement = place(run.model, run.stack, stage=index, schedule=layout.schedule, **pipe)
+        chunks = chunks_in_flight(layout.schedule, stage=index, micro_batches=run.micro_batches, **pipe)
+        most = len(placement.chunks)
+        kept = kept_terms(run, placement, per_chunk(layout.schedule, chunks, most=most, **pipe))
+        left = per_chunk(layout.schedule, greater(chunks - layout.virtual_stages, 0), most=most, **pipe)
+        params = rank_params(run, placement)
+        around = {**_gathered(run, placement), "batch": run.tokens * 16}
+        end = (kept_terms(run, placement, left), around, state_lines(run, params, Alive.BACKWARD))
+        return cls(
+            index=index, always=whole_state(run, params, placement), outside=_context(run),
+            events=(
+                *(("loss", (kept, around, terms)) for terms in loss_events(run, placement)),
+                ("backward", (kept, around, backward_terms(run, placement))),
+                ("end of backward", end),
+                ("optimizer step", (state_lines(run, params, Alive.STEP),)),
+            ),
+        )  # fmt: skip
+
+    def totals(self) -> list[Number]:
+        """What each event adds; a part that several events share is summed once."""
+        sums = {id(part): sum(part.values()) for _, parts in self.events for part in parts}
+        return [sum(sums[id(part)] for part in parts) for _, parts in self.events]
+
+    def total(self, run: Run) -> Number:
+        """Bytes of the worst event."""
+        worst, *others = self.totals()
+        for other in others:
+            worst = greater(worst, other)
+        state = sum(self.always.values())
+        return state + worst + _allocator(run, state, worst) + sum(self.outside.values())
+
+    def peak(self, run: Run) -> Peak:
+        """The worst event, term by term."""
+        totals = self.totals()
+        terms = dict(self.always)
+        names = [name for name, _ in self.events]
+        if not any(isinstance(t, np.ndarray) for t in totals):
+            worst = max(range(len(totals)), key=totals.__getitem__)
+            for part in self.events[worst][1]:
+                terms.update(part)
+            event, most = names[worst], totals[worst]
+        else:
+            index = np.argmax(np.stack(np.broadcast_arrays(*totals)), axis=0)
+            for k, (_, parts) in enumerate(self.events):
+                mask = index == k
+                for name, number in (item for part in parts for item in part.items()):
+                    terms[name] = terms.get(name, 0) + number * mask
+            event, most = np.array(names)[index], np.max(np.stack(np.broadcast_arrays(*totals)), axis=0)
+        rounding = _allocator(run, sum(self.always.values()), most)
+        return Peak(terms={**terms, **self.outside, "allocator/rounding": rounding}, event=event, stage=self.index)
 
 
 def _gathered(run: Run, placement: Placement) -> Terms:
@@ -164,11 +208,10 @@ def _context(run: Run) -> Terms:
     return {"context": run.stack.context.device + run.stack.context.communicator * groups}
 
 
-def _allocator(run: Run, always: Terms, terms: Terms) -> Number:
-    """Bytes reserved beyond the live ones."""
+def _allocator(run: Run, state: Number, event: Number) -> Number:
+    """Bytes reserved beyond the live ones: shares of what stays and of what comes and goes."""
     if run.on_cpu:
         return 0
     rule = run.stack.allocator
-    share = sum(always.values()) * rule.state + sum(terms.values()) * rule.activations
-    whole = np.ceil(share) if isinstance(share, np.ndarray) else int(np.ceil(share))
-    return whole + rule.fixed
+    share = state * rule.state + event * rule.activations
+    return (np.ceil(share) if isinstance(share, np.ndarray) else math.ceil(share)) + rule.fixed

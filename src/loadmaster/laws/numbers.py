@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Number", "ceil_div", "clip", "greater", "lesser", "where"]
+__all__ = ["Number", "ceil_div", "clip", "floor_div", "greater", "lesser", "where"]
 
 Number = Any  # a Python number or a NumPy array, broadcast together
 
@@ -40,9 +40,14 @@ def clip(value: Number, low: Number, high: Number) -> Number:
 
 
 def ceil_div(a: Number, b: Number) -> Number:
-    """a / b rounded up.
+    """a / b rounded up; columns are floats that hold whole numbers, where the quotient is rounded up.
 
-    >>> ceil_div(7, 2)
-    4
+    >>> ceil_div(7, 2), ceil_div(np.array([7.0, 8.0]), 2).tolist()
+    (4, [4.0, 4.0])
     """
-    return -(-a // b)
+    return np.ceil(a / b) if _columns(a, b) else -(-a // b)
+
+
+def floor_div(a: Number, b: Number) -> Number:
+    """a / b rounded down."""
+    return np.floor(a / b) if _columns(a, b) else a // b

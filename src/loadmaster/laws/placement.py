@@ -8,7 +8,7 @@ import numpy as np
 
 from loadmaster.describe.model import Block, Model
 from loadmaster.describe.stack import Stack
-from loadmaster.laws.numbers import Number, ceil_div, clip, lesser, where
+from loadmaster.laws.numbers import Number, ceil_div, clip, floor_div, lesser, where
 
 __all__ = ["Placement", "place"]
 
@@ -70,7 +70,8 @@ def _slice(model: Model, stack: Stack, index: Number, num_slices: Number) -> tup
     """Layers [low, high) of slice `index` of `num_slices`."""
     if stack.placement == "cost":
         return _by_cost(model, index, num_slices), _by_cost(model, index + 1, num_slices)
-    share, rest = model.num_layers // num_slices, model.num_layers % num_slices
+    share = floor_div(model.num_layers, num_slices)
+    rest = model.num_layers - share * num_slices
     return index * share + lesser(index, rest), (index + 1) * share + lesser(index + 1, rest)
 
 

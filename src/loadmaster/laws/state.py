@@ -106,11 +106,16 @@ def held(
 
 def block_params(run: Run, block: Block, *, trainable: bool = False, with_tied: bool = False) -> Held:
     """Parameters of one block on one rank, before any sharding over data ranks."""
+    key = ("params", id(block), trainable, with_tied)
+    if key in run.known:
+        found: Held = run.known[key]
+        return found
     layout = run.layout
-    return held(
+    run.known[key] = result = held(
         weight_classes(block, run.model.vocab_size, with_tied), tp=layout.tp, ep=layout.ep, expert_tp=layout.tp,
         padded_vocab=run.padded_vocab, splits_vocab=run.stack.splits_embedding, trainable=trainable,
     )  # fmt: skip
+    return result
 
 
 def rank_params(run: Run, placement: Placement, *, trainable: bool = False) -> Held:
