@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from argparse import ArgumentParser, Namespace
 
-import typer
+from loadmaster.cli.given import new_parser
 
-__all__ = ["command"]
+__all__ = ["parser", "run"]
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False) -> None:
-    """List the models, devices and training stacks that are known by name."""
+def parser() -> ArgumentParser:
+    """The command's options."""
+    made = new_parser("catalog", "List the models, devices and training stacks that are known by name.")
+    made.add_argument("--json", action="store_true", help="print one JSON document")
+    return made
+
+
+def run(args: Namespace) -> int:
+    """Print the lists."""
     from loadmaster.describe.cluster import Cluster, device_names
     from loadmaster.describe.families import catalogue
     from loadmaster.describe.stack import STACKS
 
     devices = [Cluster.parse(name) for name in device_names()]
-    if as_json:
+    if args.json:
+        import json
+
         rows = [
             {
                 "name": c.device.name, "memory_bytes": c.device.memory_bytes,
@@ -27,7 +35,8 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="print one JSON
             for c in devices
         ]  # fmt: skip
         print(json.dumps({"models": list(catalogue()), "devices": rows, "stacks": list(STACKS)}))
-        return
+        return 0
     from loadmaster.report.catalog import print_catalog
 
     print_catalog(list(catalogue()), [c.device for c in devices], list(STACKS))
+    return 0

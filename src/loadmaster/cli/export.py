@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from argparse import ArgumentParser, Namespace
 
-import typer
+from loadmaster.cli.given import new_parser
 
-__all__ = ["command"]
+__all__ = ["parser", "run"]
 
 
-def command(
-    plan: Annotated[str, typer.Argument(help="a file that loadmaster plan -o wrote", metavar="PLAN")],
-    to: Annotated[str, typer.Option(help="torchtitan, megatron, deepspeed or accelerate-fsdp")],
-    output: Annotated[str | None, typer.Option("--output", "-o", help="folder to write into; else printed")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
-) -> None:
-    """Write the plan's layout in another framework's own configuration, with a launch script."""
+def parser() -> ArgumentParser:
+    """The command's options."""
+    made = new_parser(
+        "export", "Write the plan's layout in another framework's own configuration, with a launch script."
+    )
+    made.add_argument("plan", metavar="PLAN", help="a file that loadmaster plan -o wrote")
+    made.add_argument("--to", metavar="NAME", required=True, help="torchtitan, megatron, deepspeed or accelerate-fsdp")
+    made.add_argument("--output", "-o", metavar="DIR", help="folder to write into; left out: printed")
+    made.add_argument("--json", action="store_true", help="print one JSON document")
+    return made
+
+
+def run(args: Namespace) -> int:
+    """Export, write or print."""
     from pathlib import Path
 
     from loadmaster.describe.plan_file import PlanFile
@@ -24,21 +31,22 @@ def command(
     from loadmaster.errors import InvalidInput
     from loadmaster.export.api import export
 
-    made = export(PlanFile.load(plan), to)
+    made = export(PlanFile.load(args.plan), args.to)
     written = []
-    if output is not None:
-        folder = Path(output)
+    if args.output is not None:
+        folder = Path(args.output)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidInput("--output", output, f"cannot be made ({error.strerror})", "give a folder") from None
+            raise InvalidInput("--output", args.output, f"cannot be made ({error.strerror})", "give a folder") from None
         for name, text in made.files.items():
             write_atomic(folder / name, text)
             written.append(str(folder / name))
-    if as_json:
-        print(json.dumps({"to": to, "files": dict(made.files), "written": written, "notes": list(made.notes)}))
-        return
+    if args.json:
+        print(json.dumps({"to": args.to, "files": dict(made.files), "written": written, "notes": list(made.notes)}))
+        return 0
     for name, text in made.files.items():
-        print(f"Wrote {Path(output) / name}" if output is not None else f"# --- {name}\n{text}")
+        print(f"Wrote {Path(args.output) / name}" if args.output is not None else f"# --- {name}\n{text}")
     for note in made.notes:
         print(f"Note: {note}")
+    return 0

@@ -1,17 +1,40 @@
-"""What several commands are given on the command line, turned into values of the describe floor."""
+"""What several commands are given on the command line: the options they share, turned into values."""
 
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import replace
 
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
+from loadmaster.describe.model import Model
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
 from loadmaster.units import parse_count
 
-__all__ = ["read_batch", "read_cluster", "read_layout", "read_workload"]
+__all__ = ["add_step_options", "new_parser", "read_batch", "read_cluster", "read_layout", "read_workload"]
+
+
+def new_parser(name: str, description: str) -> ArgumentParser:
+    """An empty parser of one command."""
+    return ArgumentParser(
+        prog=f"loadmaster {name}", description=description, formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+
+
+def add_step_options(parser: ArgumentParser) -> None:
+    """The options that say what a step is: model, sequence, optimizer, loss, stack."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="catalogue name, config.json or its folder")
+    add("--seq", metavar="N", help="tokens a sequence (2048, or the model's positions where fewer)")
+    add("--memory-cap", metavar="BYTES", help="bytes a rank may use, e.g. 24GiB")
+    add("--stack", metavar="NAME", default="loadmaster", help="training software (see: loadmaster catalog)")
+    add("--optimizer", metavar="NAME", default="adamw", help="adamw, sgd, sgd_momentum, lion, ...")
+    add("--loss", metavar="NAME", default="cross_entropy", help="cross_entropy, fused or chunked")
+    add("--causal", action="store_true", help="count attention FLOPs as causal: half")
+    add("--json", action="store_true", help="print one JSON document")
 
 
 def read_batch(text: str, seq_len: int) -> int:
@@ -30,30 +53,31 @@ def read_batch(text: str, seq_len: int) -> int:
         near = [n * seq_len for n in (count // seq_len, count // seq_len + 1) if n]
         raise InvalidInput(
             "--batch", text, f"is {count} tokens, no whole number of sequences of {seq_len}",
-            f"use {' or '.join(map(str, near))} tokens, or a plain number of sequences",
+            f"use {' or '.join(f'{n // seq_len} sequences ({n} tokens)' for n in near)}",
         )  # fmt: skip
     return count // seq_len
 
 
-def read_workload(*, batch: str, seq: str, optimizer: str, loss: str, causal: bool) -> Workload:
+def read_workload(args: Namespace, model: Model, *, default_batch: int | None = None) -> Workload:
     """The step's work."""
-    seq_len = parse_count(seq, field="--seq")
+    seq_len = min(2048, model.max_seq_len or 2048) if args.seq is None else parse_count(args.seq, field="--seq")
     if seq_len < 1:
-        raise InvalidInput("--seq", seq, "must be at least 1", "give the tokens of a sequence")
+        raise InvalidInput("--seq", args.seq, "must be at least 1", "give the tokens of a sequence")
+    batch = default_batch if args.batch is None and default_batch else read_batch(args.batch, seq_len)
     return Workload(
-        global_batch_size=read_batch(batch, seq_len), seq_len=seq_len, optimizer=optimizer, loss=loss, causal=causal
+        global_batch_size=batch, seq_len=seq_len, optimizer=args.optimizer, loss=args.loss, causal=args.causal
     )
 
 
-def read_cluster(spec: str, *, memory_cap: str | None = None, devices: int | None = None) -> Cluster:
-    """The machine, resized to `devices` and capped to `memory_cap` bytes a rank where given."""
-    cluster = Cluster.parse(spec)
+def read_cluster(args: Namespace, *, devices: int | None = None) -> Cluster:
+    """The machine, resized to `devices` and capped to ``--memory-cap`` bytes a rank where given."""
+    cluster = Cluster.parse(args.on)
     if devices is not None:
         cluster = cluster.resized(devices)
-    if memory_cap is not None:
-        cap = parse_count(memory_cap, field="--memory-cap")
+    if args.memory_cap is not None:
+        cap = parse_count(args.memory_cap, field="--memory-cap")
         if cap < 1:
-            raise InvalidInput("--memory-cap", memory_cap, "must be at least one byte", "write e.g. 24GiB")
+            raise InvalidInput("--memory-cap", args.memory_cap, "must be at least one byte", "write e.g. 24GiB")
         cluster = replace(cluster, memory_cap=cap)
     return cluster
 

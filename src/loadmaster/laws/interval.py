@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from loadmaster.describe.stack import Stack
+
 __all__ = ["Interval", "memory_interval", "time_interval"]
 
 _Z90 = 1.6449  # standard deviations either side that hold 90 % of a normal
@@ -54,24 +56,17 @@ class Interval:
         return limit * math.exp(-high * self.sigma)
 
 
-# standard deviation of log(measured / predicted), by stack: (memory, seconds)
-SPREAD = {
-    "loadmaster": (0.02, 0.10),
-    "megatron": (0.03, 0.06),
-    "megatron-deepspeed": (0.06, 0.06),
-    "nanotron": (0.10, 0.15),
-    "fsdp2": (0.05, 0.10),
-    "torchtitan": (0.05, 0.10),
-    "composer": (0.10, 0.06),
-}
-_ELSEWHERE = (0.12, 0.20)
+def memory_interval(stack: Stack, total: float) -> Interval:
+    """Of the peak bytes of a stack: the spread of its measured runs around the law."""
+    return Interval(centre=float(total), sigma=stack.allocator.sigma)
 
 
-def memory_interval(stack: str, total: float) -> Interval:
-    """Of the peak bytes of `stack`."""
-    return Interval(centre=float(total), sigma=SPREAD.get(stack, _ELSEWHERE)[0])
+def time_interval(total: float, factors: tuple[float, float]) -> Interval:
+    """Of the seconds of a step, from the factors between which nine of ten measured values lie.
 
-
-def time_interval(stack: str, total: float) -> Interval:
-    """Of the step seconds of `stack`."""
-    return Interval(centre=total, sigma=SPREAD.get(stack, _ELSEWHERE)[1])
+    >>> interval = time_interval(2.0, (0.8, 1.2))
+    >>> round(interval.low, 6), round(interval.high, 6)
+    (1.6, 2.4)
+    """
+    low, high = factors
+    return Interval(centre=total * math.sqrt(low * high), sigma=math.log(high / low) / (2 * _Z90))
