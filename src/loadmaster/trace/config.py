@@ -40,14 +40,23 @@ def module_from_config(raw: dict[str, Any]) -> nn.Module:
         config = known[model_type](**raw)
         named = [getattr(transformers, n) for n in raw.get("architectures") or [] if hasattr(transformers, n)]
         with torch.device("meta"):
-            built = named[0](config) if named else transformers.AutoModelForCausalLM.from_config(config)
+            built = named[0](config) if named else _automatic(config).from_config(config)
     except Exception as error:  # the config's own checks raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInput(
-            "config", model_type, f"is refused by transformers ({reason[-1].strip()})", "correct the field it names"
+            "config",
+            model_type,
+            f"is refused by transformers ({reason[-1].strip()[:200]})",
+            "correct the field it names",
         ) from error
     assert isinstance(built, nn.Module)
     return built
+
+
+def _automatic(config: Any) -> Any:
+    """The class of models to build where a config names no architecture: causal language models where there is one."""
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
 
 
 def model_from_config(raw: dict[str, Any], *, name: str) -> Model:
@@ -162,11 +171,12 @@ def _weight(short: str, name: str, survey: _Survey, text: Any) -> Weight:
     counts = (getattr(text, field, None) for field in ("num_experts", "num_local_experts", "n_routed_experts"))
     experts = next((int(n) for n in counts if n), 0)
     looked_up = isinstance(owner, nn.Embedding)
-    stacked = len(shape) == 3 and shape[0] == experts
+    stacked = len(shape) > 1 and shape[0] == experts and "experts" in type(owner).__name__.lower()
     return Weight(
         name=short, shape=shape[1:] if stacked else shape, num_experts=experts if stacked else 1, stacked=stacked,
         top_k=int(getattr(text, "num_experts_per_tok", 1) or 1) if stacked else 1,
-        multiplies=len(shape) >= 2 and not looked_up, trainable=survey.trainable[name], tied_to=survey.tied.get(name),
+        multiplies=len(shape) >= (3 if stacked else 2) and not looked_up, trainable=survey.trainable[name],
+        tied_to=survey.tied.get(name),
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Model:
         )
     if model_type in FAMILIES:
         module, function, headed, bare = FAMILIES[model_type]
-        architecture = _architecture(raw, headed)
+        architecture = _architecture(raw, model_type, headed)
         if architecture in (headed, bare):
             family = import_module(f"loadmaster.describe.families.{module}")
             fields = Fields(raw, aliases=getattr(family, "ALIASES", None))
@@ -82,17 +82,21 @@ def from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Model:
 
 # names under which published configs spell an architecture that transformers calls otherwise
 _SPELLINGS: dict[str, str] = {
-    "MPTForCausalLM": "MptForCausalLM", "RWForCausalLM": "FalconForCausalLM",
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
-}  # fmt: skip
+}
 
 
-def _architecture(raw: Mapping[str, Any], default: str) -> str:
+ENCODERS = ("bert", "vit", "t5", "whisper")
+
+
+def _architecture(raw: Mapping[str, Any], model_type: str, default: str) -> str:
     named = raw.get("architectures") or [default]
     if not isinstance(named, list) or not all(isinstance(n, str) for n in named):
         raise InvalidInput("config.architectures", named, "must be a list of names", f'write e.g. ["{default}"]')
     spelled = [_SPELLINGS.get(str(n), str(n)) for n in named]
-    return default if default in spelled else spelled[0]
+    if default in spelled or (spelled[0].endswith(("ForCausalLM", "LMHeadModel")) and model_type not in ENCODERS):
+        return default  # a language model under a name of the config's own code
+    return spelled[0]
 
 
 def _from_transformers(name: str, model_type: str, raw: Mapping[str, Any]) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from loadmaster.errors import InvalidInput
@@ -85,8 +86,8 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float | None:
         """A real number."""
         value = self.get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            self.refuse(name, repr(value), "must be a number", "write a JSON number")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)):
+            self.refuse(name, repr(value), "must be a finite number", "write a JSON number")
         return None if value is None else float(value)
 
     def text(self, name: str, default: str) -> str:
