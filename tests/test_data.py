@@ -79,13 +79,13 @@ def sequences(count: int = 50, seq_len: int = 4) -> Sequences:
 @pytest.mark.parametrize(("dp", "micro_batch_size"), [(1, 12), (2, 3), (3, 1), (5, 2), (12, 1)])
 def test_the_global_batch_does_not_depend_on_the_ranks(dp: int, micro_batch_size: int) -> None:
     data = sequences()
-    for step in (0, 3, 4, 11):  # 4: reaches into the second epoch
-        whole = data.window(step, global_batch_size=12, data_rank=0, dp=1, micro_batch_size=12)[0]["input_ids"]
+    for position in (0, 36, 48, 131):  # 48: reaches into the second epoch
+        whole = data.window(position, global_batch_size=12, data_rank=0, dp=1, micro_batch_size=12)[0]["input_ids"]
         parts = [
             micro["input_ids"]
             for rank in range(dp)
             for micro in data.window(
-                step, global_batch_size=12, data_rank=rank, dp=dp, micro_batch_size=micro_batch_size
+                position, global_batch_size=12, data_rank=rank, dp=dp, micro_batch_size=micro_batch_size
             )
         ]
         assert torch.equal(torch.cat(parts), whole)

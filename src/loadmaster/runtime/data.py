@@ -1,6 +1,6 @@
 """Packed sequences in one global order that depends on the seed alone, dealt to the data ranks step by step.
 
-Step k reads positions k*G .. (k+1)*G of the order, G the global batch. World size and micro-batch size only
+A step reads the next G positions of the order, G the global batch. World size and micro-batch size only
 decide who reads which of them: a run resumed on other ranks goes on with the same batches.
 """
 
@@ -83,11 +83,11 @@ class Sequences:
         return torch.from_numpy(self.tokens.ids[starts].astype(np.int64))
 
     def window(
-        self, step: int, *, global_batch_size: int, data_rank: int, dp: int, micro_batch_size: int
+        self, position: int, *, global_batch_size: int, data_rank: int, dp: int, micro_batch_size: int
     ) -> list[dict[str, Tensor]]:
-        """Micro-batches of one data rank in `step`: its even share of the global batch, in order."""
+        """Micro-batches of one data rank for the global batch at `position`: its even share of it, in order."""
         low, high = (global_batch_size * r // dp for r in (data_rank, data_rank + 1))
-        ids = self.at(step * global_batch_size + np.arange(low, high))
+        ids = self.at(position + np.arange(low, high))
         return [{"input_ids": part, "labels": part.clone()} for part in torch.split(ids, micro_batch_size)]
 
 

@@ -1,0 +1,107 @@
+"""Going on from a checkpoint: which one, whether it fits the run, and the engine's state out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from loadmaster.errors import InvalidInput
+from loadmaster.runtime.checkpoint import Checkpoint, latest_checkpoint
+from loadmaster.runtime.engine import Engine
+from loadmaster.runtime.run import Run
+
+__all__ = ["Position", "find_checkpoint", "restore", "saved_facts"]
+
+OPTIONAL = ("master", "ema", "buffer")  # kinds that another precision or option of the same run may lack
+
+
+def find_checkpoint(run: Run) -> Path | None:
+    """The checkpoint this run goes on from; None: it starts anew.
+
+    Raises:
+        InvalidInput: one was asked for and there is none, or the folder holds another run already.
+    """
+    if run.resume_from is not None:
+        given = Path(run.resume_from)
+        found = given if (given / "checkpoint.json").is_file() else None
+        for folder in (given, given / "checkpoints"):
+            found = found or latest_checkpoint(folder)
+        if found is None:
+            raise InvalidInput("--resume-from", run.resume_from, "holds no checkpoint", "name a run's folder")
+        return found
+    found = latest_checkpoint(run.checkpoints)
+    if run.resume == "no" and found is not None:
+        raise InvalidInput("--out", run.out, f"holds a run already ({found.name})", "add --resume, or name another")
+    if run.resume == "yes" and found is None:
+        raise InvalidInput("--resume", run.out, "there is no checkpoint to go on from", "drop --resume to start anew")
+    return found
+
+
+class Position:
+    """How far the run is.
+
+    Attributes:
+        step: optimizer steps done; sequence: position in the global order of the data.
+    """
+
+    def __init__(self, step: int = 0, sequence: int = 0) -> None:
+        self.step, self.sequence = step, sequence
+
+
+def saved_facts(run: Run, engine: Engine, position: Position, fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint tells beside the tensors; nothing in it depends on the layout (which is there to read)."""
+    return {
+        "sequence": position.sequence, "seed": run.seed, "seq_len": run.workload.seq_len, "data": fingerprint,
+        "scaler": engine.scaler.state() if engine.scaler else None, "config": run.config, "factory": run.factory,
+        "name": run.name, "layout": run.layout.to_dict(),
+    }  # fmt: skip
+
+
+def restore(folder: Path, run: Run, engine: Engine, fingerprint: str) -> Position:
+    """Load `folder` into the engine, on whatever ranks and stage this run has.
+
+    The learning rate follows from the step, the batches from the position, dropout from seed, step and rank: there
+    is no generator state to restore.
+
+    Raises:
+        InvalidInput: the checkpoint is of another model, data or seed, or damaged.
+    """
+    saved = Checkpoint.open(folder)
+    _check(saved, run, fingerprint)
+    shapes = {shard.name: tuple(shard.full_shape) for shard in engine.state() if shard.kind == "param"}
+    for name, shape in shapes.items():
+        if saved.shapes.get(("param", name)) != shape:
+            there = saved.shapes.get(("param", name), "missing")
+            raise InvalidInput(
+                "checkpoint", f"{folder}: {name} is {there}", f"the model's is {shape}", "resume with the model it was of"
+            )
+    missing: list[str] = []
+
+    def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+        found = saved.read(name, kind, start, stop)
+        if found is None and kind not in OPTIONAL:
+            missing.append(f"{kind} of {name}")
+        return found
+
+    engine.load(read, step=saved.step)
+    if missing:
+        raise InvalidInput(
+            "checkpoint", str(folder), f"has no {missing[0]} ({len(missing)} such)",
+            "resume with the optimizer and optimizer_bits it was saved with",
+        )  # fmt: skip
+    if engine.scaler and saved.run.get("scaler"):
+        engine.scaler.load(saved.run["scaler"])
+    return Position(saved.step, saved.run["sequence"])
+
+
+def _check(saved: Checkpoint, run: Run, fingerprint: str) -> None:
+    for field, mine in (("seq_len", run.workload.seq_len), ("seed", run.seed), ("data", fingerprint)):
+        if saved.run.get(field) != mine:
+            what = "the text or its tokenizer is another" if field == "data" else f"this run has {mine}"
+            raise InvalidInput(
+                f"checkpoint.{field}", saved.run.get(field), what, "resume with what the run began with"
+            )
+    if saved.step >= run.steps:
+        raise InvalidInput("--steps", run.steps, f"the checkpoint is of step {saved.step} already", "ask for more steps")
