@@ -91,7 +91,7 @@ def run_ranks(
         payload: JSON-able argument.
         world_size: processes to start.
         threads: OpenMP threads a rank; the cores shared out where None.
-        log_dir: folder for the output of ranks other than 0 (rank 0 writes to this terminal).
+        log_dir: where the output of a rank that failed is kept (rank 0 writes to this terminal).
         hint: sentence added to the message of a failure.
         environment: further variables of the ranks.
 
@@ -101,7 +101,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="loadmaster-") as folder:
         (Path(folder) / "payload.json").write_text(json.dumps(payload), encoding="utf-8")
-        ranks = _start(target, Path(folder), world_size, threads, log_dir, environment or {})
+        ranks = _start(target, Path(folder), world_size, threads, environment or {})
         with _Signals(ranks) as signals:
             try:
                 failed = _watch(ranks)
@@ -112,24 +112,23 @@ def run_ranks(
             said = "ended at once" if signals.received > 1 else str(results[0].get("error", "interrupted"))
             raise Interrupted(f"{said}{'; ' + hint if hint else ''}")
         if failed:
-            raise _failure(ranks, failed, hint)
+            raise _failure(ranks, failed, hint, log_dir)
         return [result.get("ok") for result in results]
 
 
-def _start(
-    target: str, folder: Path, world_size: int, threads: int | None, log_dir: Path | None, extra: Mapping[str, str]
-) -> list[_Rank]:
+def _start(target: str, folder: Path, world_size: int, threads: int | None, extra: Mapping[str, str]) -> list[_Rank]:
     threads = threads or max(1, (os.cpu_count() or 1) // world_size)
     common = {
         **os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "LOADMASTER_FOLDER": str(folder),
-        "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR", **extra,
+        "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "KINETO_LOG_LEVEL": "99", **extra,
     }  # fmt: skip
     ranks = []
     for rank in range(world_size):
         env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        log = None if rank == 0 or log_dir is None else log_dir / f"rank-{rank}.log"
-        out: Any = None if rank == 0 else subprocess.DEVNULL if log is None else log.open("wb")
+        log = None if rank == 0 else folder / f"rank-{rank}.log"
+        out: Any = None if log is None else log.open("wb")
         process = subprocess.Popen(
             [sys.executable, "-m", "loadmaster.ranks", target],
             env=env, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
@@ -168,7 +167,7 @@ def _end(ranks: list[_Rank]) -> None:
             rank.process.stdin.close()
 
 
-def _failure(ranks: list[_Rank], failed: list[_Rank], hint: str) -> RankFailed:
+def _failure(ranks: list[_Rank], failed: list[_Rank], hint: str, log_dir: Path | None) -> RankFailed:
     """The one message: a killed rank first, then a rank whose error is its own, then whoever failed."""
 
     def order(rank: _Rank) -> tuple[int, int]:
@@ -188,9 +187,20 @@ def _failure(ranks: list[_Rank], failed: list[_Rank], hint: str) -> RankFailed:
     elif report.get("user"):
         return RankFailed(str(report["error"]), rank=first.rank, exit_status=int(report.get("exit_status", 1)))
     else:
-        log = f"; its output: {first.log}" if first.log is not None else ""
-        message = f"{where} failed: {report.get('error', f'exit status {code}')}{log}; the other ranks were ended"
+        message = f"{where} failed: {report.get('error', f'exit status {code}')}; the other ranks were ended"
+        message += _keep_trace(first, log_dir)
     return RankFailed(f"{message}{'; ' + hint if hint else ''}", rank=first.rank)
+
+
+def _keep_trace(rank: _Rank, log_dir: Path | None) -> str:
+    """Save where an error that is no user's came from; a sentence that says where."""
+    trace = rank.report.with_suffix(".traceback")
+    if log_dir is None or not trace.is_file():
+        return ""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    kept = log_dir / trace.name
+    kept.write_text(trace.read_text(encoding="utf-8"), encoding="utf-8")
+    return f"; its traceback: {kept}"
 
 
 class _Signals:
@@ -247,8 +257,6 @@ def _main(target: str) -> int:
         report.update(error="interrupted", user=True, exit_status=130)
         status = 130
     except BaseException as error:
-        if rank != "0":
-            traceback.print_exc()
         report["error"] = f"{type(error).__name__}: {error}"
         (folder / f"rank-{rank}.traceback").write_text(traceback.format_exc(), encoding="utf-8")
         status = 1

@@ -30,11 +30,11 @@ def typical_step(phases: Sequence[Ledger]) -> Ledger:
 
 
 def gather_outcome(
-    engine: Engine, records: Sequence[StepRecord], phases: Sequence[Ledger], *, first_step: int
+    engine: Engine, memory: Ledger, records: Sequence[StepRecord], phases: Sequence[Ledger], *, first_step: int
 ) -> dict[str, Any]:
     """Ledgers of the worst rank by memory, the busiest by traffic, the slowest by time, and of every rank."""
     mine = {
-        "memory": engine.memory_ledger().to_json(), "traffic": engine.traffic_ledger().to_json(),
+        "memory": memory.to_json(), "traffic": engine.traffic_ledger().to_json(),
         "messages": engine.message_ledger().to_json(), "time": typical_step(phases).to_json(),
     }  # fmt: skip
     ranks: list[Any] = [mine]

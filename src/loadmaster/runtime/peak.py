@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import torch
 
-__all__ = ["PeakMeter"]
+from loadmaster.ledger import Ledger
+from loadmaster.runtime.engine import Engine
+
+__all__ = ["PeakMeter", "PeakStep"]
 
 
 class PeakMeter:
@@ -24,7 +30,7 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self.device, self.rise = device, 0
         self._before = 0
-        self._profile: torch.profiler.profile | None = None
+        self._profile: Any = None
 
     def __enter__(self) -> PeakMeter:
         if self.device.type == "cuda":
@@ -50,14 +56,34 @@ class PeakMeter:
         self._profile = None
 
 
-def _highest(profile: torch.profiler.profile) -> int:
+def _highest(profile: Any) -> int:
     """Highest running sum of the memory events, in the order of time."""
-    recorded = profile.profiler
-    assert recorded is not None
-    assert recorded.kineto_results is not None
-    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = highest = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         alive += event.nbytes()
         highest = max(highest, alive)
     return highest
+
+
+class PeakStep:
+    """Measures one step of a run; its ledger is what stays between steps and, beyond that, what rose at the peak."""
+
+    def __init__(self, engine: Engine, device: torch.device, *, step: int) -> None:
+        self.engine, self.device, self.step = engine, device, step
+        self._measured: Ledger | None = None
+
+    def around(self, step: int) -> contextlib.AbstractContextManager[object]:
+        """The meter around `step` if it is the one to measure, else nothing."""
+        return self._measure() if step == self.step else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _measure(self) -> Iterator[None]:
+        held = self.engine.memory_ledger()
+        with PeakMeter(self.device) as meter:
+            yield
+        self._measured = held + Ledger("bytes", {"activations": meter.rise})
+
+    def ledger(self) -> Ledger:
+        """At the peak; what is held now, before the step was measured."""
+        return self._measured or self.engine.memory_ledger()

@@ -75,7 +75,10 @@ def restore(folder: Path, run: Run, engine: Engine, fingerprint: str) -> Positio
         if saved.shapes.get(("param", name)) != shape:
             there = saved.shapes.get(("param", name), "missing")
             raise InvalidInput(
-                "checkpoint", f"{folder}: {name} is {there}", f"the model's is {shape}", "resume with the model it was of"
+                "checkpoint",
+                f"{folder}: {name} is {there}",
+                f"the model's is {shape}",
+                "resume with the model it was of",
             )
     missing: list[str] = []
 
@@ -100,8 +103,8 @@ def _check(saved: Checkpoint, run: Run, fingerprint: str) -> None:
     for field, mine in (("seq_len", run.workload.seq_len), ("seed", run.seed), ("data", fingerprint)):
         if saved.run.get(field) != mine:
             what = "the text or its tokenizer is another" if field == "data" else f"this run has {mine}"
-            raise InvalidInput(
-                f"checkpoint.{field}", saved.run.get(field), what, "resume with what the run began with"
-            )
+            raise InvalidInput(f"checkpoint.{field}", saved.run.get(field), what, "resume with what the run began with")
     if saved.step >= run.steps:
-        raise InvalidInput("--steps", run.steps, f"the checkpoint is of step {saved.step} already", "ask for more steps")
+        raise InvalidInput(
+            "--steps", run.steps, f"the checkpoint is of step {saved.step} already", "ask for more steps"
+        )

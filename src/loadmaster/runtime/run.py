@@ -29,7 +29,7 @@ class Run:
         weight_decay: on matrices only; betas, eps, clip: of AdamW and the gradient norm (0: no clipping).
         seed: of weights, order of data, and dropout.
         eval_every, eval_sequences: steps between evaluations on held-out text (0: none), and how much of it.
-        save_every, keep, asynchronous: steps between checkpoints (0: only at the end), how many stay, in the background.
+        save_every, keep, asynchronous: steps between checkpoints (0: at the end alone), how many stay, in background.
         resume: ``no``, ``yes`` (there must be one), ``auto`` (where there is one); resume_from: a folder.
         peak_flops: dense peak of a device in the compute dtype, None: not known; then no MFU is shown.
         flops_per_step: model FLOPs of all ranks, 0 where no law counts the model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -124,6 +125,7 @@ def prepare_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, 
     key = hashlib.blake2b(f"{documents.fingerprint()} {tokenizer.name}".encode(), digest_size=8).hexdigest()
     data, about = folder / f"{key}.ids", folder / f"{key}.json"
     if not about.is_file():
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{key}.{os.getpid()}.part"
         try:
@@ -134,10 +136,14 @@ def prepare_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, 
                     "use the model's own tokenizer, or a model with a larger vocabulary",
                 )  # fmt: skip
             part.rename(data)
-        finally:
+            part.write_text(json.dumps(facts), encoding="utf-8")
+            part.rename(about)
+        except BaseException:
             part.unlink(missing_ok=True)
-        part.write_text(json.dumps(facts), encoding="utf-8")
-        part.rename(about)
+            with contextlib.suppress(OSError):  # one of them holds something else by now
+                for path in made:
+                    path.rmdir()
+            raise
     facts = json.loads(about.read_text(encoding="utf-8"))
     ids = np.memmap(data, dtype=dtype, mode="r")
     assert len(ids) == facts["num_tokens"], (data, len(ids), facts)

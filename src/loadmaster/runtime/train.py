@@ -22,6 +22,7 @@ from loadmaster.runtime.metrics import Metrics, StepRecord
 from loadmaster.runtime.modules import build_module, find_blocks, vocab_size
 from loadmaster.runtime.optimizer import OptimizerConfig
 from loadmaster.runtime.outcome import gather_outcome
+from loadmaster.runtime.peak import PeakStep
 from loadmaster.runtime.progress import RunProgress
 from loadmaster.runtime.resume import Position, find_checkpoint, restore, saved_facts
 from loadmaster.runtime.run import Run
@@ -29,6 +30,7 @@ from loadmaster.runtime.save import Saver
 
 __all__ = ["train", "train_rank"]
 
+MEASURED_STEP = 2  # counted from the first of this run: warm, and its peak is that of every later one
 HELD_OUT = 0.02  # share of the sequences kept for evaluation, where that is asked for
 
 
@@ -59,11 +61,14 @@ def train(run: Run, member: Member, stop: StopRequest) -> dict[str, Any]:
         stack.enter_context(say)
         records: list[StepRecord] = []
         phases: list[Ledger] = []
+        peak = PeakStep(engine, member.device, step=min(first + MEASURED_STEP, run.steps - 1))
         while position.step < run.steps and not stop.before(position.step):
             started = time.perf_counter()
             engine.set_lr(rate.at(position.step) / rate.peak)
             _seed(run.seed, position.step, member.rank)
-            result = engine.step(_window(data, run, member, position))
+            window = _window(data, run, member, position)
+            with peak.around(position.step):
+                result = engine.step(window)
             position.step, position.sequence = position.step + 1, position.sequence + run.workload.global_batch_size
             seconds = time.perf_counter() - started
             phases.append(result.seconds)
@@ -71,13 +76,15 @@ def train(run: Run, member: Member, stop: StopRequest) -> dict[str, Any]:
             eval_loss = None
             if held_out is not None and (position.step % run.eval_every == 0 or last):
                 eval_loss = _evaluate(engine, held_out, run, member)
-            records.append(_record(run, engine, result, position.step, rate.at(position.step - 1), seconds, eval_loss))
+            records.append(
+                _record(run, engine, peak, result, position.step, rate.at(position.step - 1), seconds, eval_loss)
+            )
             if metrics is not None:
                 metrics.write(records[-1])
             say.step(records[-1])
             if run.save_every and position.step % run.save_every == 0 and not last:
                 saver.save(position.step, engine.state(), saved_facts(run, engine, position, data.tokens.fingerprint))
-        outcome = gather_outcome(engine, records, phases, first_step=first)
+        outcome = gather_outcome(engine, peak.ledger(), records, phases, first_step=first)
         if records:
             saver.save(position.step, engine.state(), saved_facts(run, engine, position, data.tokens.fingerprint))
         saver.finish()
@@ -91,7 +98,8 @@ def train(run: Run, member: Member, stop: StopRequest) -> dict[str, Any]:
 def _check_world(run: Run, member: Member) -> None:
     if run.layout.world_size != member.world_size:
         raise InvalidInput(
-            "WORLD_SIZE", member.world_size, f"the plan's layout ({run.layout.describe()}) has {run.layout.world_size} ranks",
+            "WORLD_SIZE", member.world_size,
+            f"the plan's layout ({run.layout.describe()}) has {run.layout.world_size} ranks",
             "start as many, or give --layout with other degrees",
         )  # fmt: skip
 
@@ -160,37 +168,37 @@ def _evaluate(engine: Engine, held_out: Sequences, run: Run, member: Member) -> 
 
 
 def _record(
-    run: Run, engine: Engine, result: StepResult, step: int, rate: float, seconds: float, eval_loss: float | None
+    run: Run,
+    engine: Engine,
+    peak: PeakStep,
+    result: StepResult,
+    step: int,
+    rate: float,
+    seconds: float,
+    eval_loss: float | None,
 ) -> StepRecord:
     speed = run.flops_per_step / seconds / run.layout.world_size
-    ledger = engine.memory_ledger()
     return StepRecord(
         step=step, loss=result.loss, grad_norm=result.grad_norm, tokens=round(result.tokens),
         tokens_per_second=run.workload.tokens / seconds,
         mfu=speed / run.peak_flops if run.peak_flops and speed else None,
-        memory_bytes=int(_live(ledger)), peak_bytes=int(ledger.total),
+        memory_bytes=int(engine.memory_ledger().total), peak_bytes=int(peak.ledger().total),
         loss_scale=result.loss_scale if engine.scaler else None, seconds=seconds, learning_rate=rate,
         flops_per_second=speed, skipped=result.skipped, eval_loss=eval_loss,
     )  # fmt: skip
 
 
-def _live(ledger: Ledger) -> int | float:
-    """Bytes that stay between steps: weights, optimizer state, buffers."""
-    return sum(ledger.under(name).total for name in ("parameters", "gradients", "optimizer", "buffers"))
-
-
 def _introduce(say: RunProgress, run: Run, data: Sequences, engine: Engine, resumed_from: Path | None) -> None:
     tokens = data.tokens
-    say.say(
-        f"{run.name}: {run.layout.describe()}; {run.workload.global_batch_size} sequences of {run.workload.seq_len} a step"
-    )
+    batch = f"{run.workload.global_batch_size} sequences of {run.workload.seq_len} tokens a step"
+    say.say(f"{run.name}: {run.layout.describe()}; {batch}")
     say.say(
         f"data: {len(tokens):,} tokens of {tokens.num_documents:,} documents from {run.data}; "
         f"unigram entropy {tokens.entropy:.3f} nats a token"
     )
     if run.peak_flops is None:
         say.say("MFU is not shown: the peak of this device is neither known nor measured (loadmaster measure does)")
-    for name, effect in getattr(engine, "findings", {}).items() if isinstance(engine.findings, dict) else ():
+    for name, effect in engine.findings.items():
         say.say(f"note: {name}: {effect}")
     if resumed_from is not None:
         say.say(f"resumed from {resumed_from}")
