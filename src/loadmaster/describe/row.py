@@ -286,6 +286,8 @@ def _stack(row: Row) -> Stack:
     old = "megatron-core" in text and not row.get("attn_kernel") and "env lts" in row.get("notes", "")
     if row.get("attn_kernel", "") in ("unfused", "local") or old:
         changes["attention"] = "eager"
+    if "CP by all-to-all" in row.get("notes", ""):
+        changes["attention"] = "flash_all_to_all"
     if "deterministic-mode" in row.get("notes", ""):
         changes["deterministic"] = True
     if "no-gradient-accumulation-fusion" in row.get("notes", ""):

@@ -83,12 +83,14 @@ class Extra:
 
     Attributes:
         size: elements; dtype: ``compute`` or a dtype; low_only: only where compute is narrower than fp32.
+        context_only: only where context parallelism divides the sequence.
     """
 
     name: str
     size: Size
     dtype: str = "fp32"
     low_only: bool = False
+    context_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ class Stack:
         saving: (kind, function) to what such an op keeps; (kind, "") is the rule of every function.
         fused: pairs of kinds run as one kernel: the value between them is never written.
         loss: tensors as large as the logits, by `Workload.loss`.
-        attention: ``flash`` or ``eager`` (scores in memory).
+        attention: ``flash``, ``flash_all_to_all`` (under context parallelism) or ``eager`` (scores in memory).
         selective: kinds whose extras are recomputed under recompute=selective.
         gathered_layers: whole layers alive at once under ZeRO-3.
         root_gathered: embedding and head stay gathered for the step.
@@ -162,6 +164,7 @@ class Stack:
         splits_vocab: tensor parallelism divides logits; splits_embedding: and the embedding's table.
         shards_over_cp: shards are taken over dp_shard * cp ranks.
         padded_vocab: vocabulary padded to a multiple of this times tp (0: as is).
+        copies_views: a view of part of a wider value is copied before it is kept, so that the rest can go.
         head_streams: whole copies of the stream around the head's backward.
         scratch_gradients: weight gradients are accumulated by the product's kernel, and autograd is given a scratch
             tensor instead, one for each distinct shape, kept for ever.
@@ -188,6 +191,7 @@ class Stack:
     shards_over_cp: bool = True
     padded_vocab: int = 0
     head_streams: int = 0
+    copies_views: bool = False
     scratch_gradients: bool = False
     placement: str = "even"
     workspace: tuple[int, int] = (0, 0)

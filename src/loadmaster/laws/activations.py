@@ -42,7 +42,7 @@ class SavedTensor:
     Attributes:
         name: of the value, or ``op/extra``; op: the first op that keeps it; term: its name in the memory ledger.
         width: elements by the powers of batch and sequence; bytes: of one element.
-        split: how tensor parallelism divides it.
+        split: how parallelism divides it, as `Polynomial` writes it.
         routed: it lies between dispatch and combine: its tokens are those that reached this rank's experts.
     """
 
@@ -53,7 +53,7 @@ class SavedTensor:
     bytes: int
     batch_power: int
     seq_power: int
-    split: Split
+    split: str
     routed: bool = False
 
     @property
@@ -86,13 +86,14 @@ def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: b
     values = {v.name: v for v in block.values}
     hidden = unwritten(block, stack)
     routed = _routed(block)
+    partial = _partial_views(block, stack, values) if stack.copies_views else frozenset()
     found: dict[str, SavedTensor] = {}
     for op in block.ops:
         if op.kind is OpKind.LOSS:
             continue  # the loss rule of the stack owns what is as large as the logits
         rule = stack.kept(op)
         for name in _named(op, rule):
-            value = root(values, name)
+            value = values[name] if name in partial else root(values, name)
             if value.name not in hidden and value.name not in found:
                 found[value.name] = _of_value(op, value, precision, value.name in routed)
         if selective and op.kind in stack.selective:
@@ -102,6 +103,19 @@ def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: b
             if tensor is not None:
                 found[tensor.name] = tensor
     return tuple(found.values())
+
+
+def _partial_views(block: Block, stack: Stack, values: dict[str, Value]) -> frozenset[str]:
+    """Kept views that together cover less than the value they lie in."""
+    kept: dict[str, set[str]] = {}
+    for op in block.ops:
+        for name in _named(op, stack.kept(op)):
+            kept.setdefault(root(values, name).name, set()).add(name)
+    return frozenset(
+        name for base, names in kept.items()
+        if base not in names and sum(values[n].width for n in names) < values[base].width
+        for name in names
+    )  # fmt: skip
 
 
 def _named(op: Op, rule: Kept) -> list[str]:
@@ -142,7 +156,8 @@ def _of_extra(op: Op, extra: Extra, values: dict[str, Value], precision: Precisi
     if extra.low_only and BYTES[precision.compute] >= 4:
         return None
     like = values[op.outputs[0] if extra.size is Size.OUTPUT else op.inputs[0]]
-    width, batch_power, seq_power, split = like.width, like.batch_power, like.seq_power, like.split
+    width, batch_power, seq_power = like.width, like.batch_power, like.seq_power
+    split: str = like.split
     match extra.size:
         case Size.TOKEN:
             width = max(1, width // _norm_width(op, width))
@@ -151,6 +166,8 @@ def _of_extra(op: Op, extra: Extra, values: dict[str, Value], precision: Precisi
             seq_power += 1 if extra.size is Size.SCORES else 0
         case _:
             pass
+    if extra.context_only:
+        split = f"context/{split}"
     size = {"compute": BYTES[precision.compute], "bool": 1}.get(extra.dtype) or BYTES[extra.dtype]
     return SavedTensor(
         name=f"{op.name}/{extra.name}", op=op.name, term=term_of(op), width=width, bytes=size,

@@ -94,14 +94,12 @@ def _workspace(run: Run) -> int:
 
 def _scratch_gradients(run: Run, placement: Placement) -> Number:
     """One weight-gradient tensor for each distinct matrix shape of the rank's blocks (one expert stands for all)."""
-    total: Number = 0
-    seen: set[tuple[int, ...]] = set()
+    rows: dict[tuple[int, ...], list[Any]] = {}  # shape -> bytes of one, layers of each kind that has it
     for block, count in placement.blocks:
         for shape, numel, split in _matrices(block):
-            if shape not in seen:
-                seen.add(shape)
-                total = total + (ceil_div(numel, run.layout.tp) if split else numel) * where(count > 0, 1, 0)
-    return total * run.compute_bytes
+            rows.setdefault(shape, [ceil_div(numel, run.layout.tp) if split else numel, 0])[1] += count
+    elements: Number = sum(numel * where(count > 0, 1, 0) for numel, count in rows.values())
+    return elements * run.compute_bytes
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from loadmaster.laws.numbers import Number, ceil_div, where
 
 __all__ = ["Polynomial", "Shape"]
 
-Key = tuple[int, int, str]  # batch power, sequence power, Split or "gathered"
+Key = tuple[int, int, str]  # batch power, sequence power, Split, "gathered" or "context/" and a Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,9 @@ class Polynomial:
                 part = part * shape.local_seq
             if seq_power == 2:
                 part = part * shape.seq_len
+            if split.startswith("context/"):  # exists only where context parallelism divides the sequence
+                part = part * (shape.cp > 1)
+                split = split.removeprefix("context/")
             if split == Split.TP:
                 part = ceil_div(part, shape.tp)
             elif split == Split.SEQUENCE:

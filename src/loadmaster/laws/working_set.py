@@ -79,6 +79,8 @@ def _item(value: Value, precision: Precision) -> Item:
 
 def _gathered(op: Op, values: dict[str, Value], precision: Precision) -> list[Item]:
     """Whole copies of a stream that sequence parallelism divides, around a column-split product's backward."""
+    if op.kind in (OpKind.DISPATCH, OpKind.COMBINE):  # an all-to-all reads one copy and writes another
+        return [_item(values[op.outputs[0] if op.kind is OpKind.DISPATCH else op.inputs[0]], precision)]
     if op.kind is not OpKind.MATMUL:
         return []
     x, y = values[op.inputs[0]], values[op.outputs[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadmaster.describe.op import OpKind
-from loadmaster.describe.stack import Allocator, Context, LossTensor, Stack, StateLine
+from loadmaster.describe.stack import Allocator, Context, Kept, LossTensor, Stack, StateLine
 from loadmaster.describe.stacks.saving import CHUNKED_LOSS, FUSED, FUSED_LOSS
 from loadmaster.units import MIB
 
@@ -37,7 +37,9 @@ STACK = Stack(
         StateLine(term="optimizer/exp_avg", dtype="moment", zero=1, source=OPTIMIZER),
         StateLine(term="optimizer/exp_avg_sq", dtype="moment", zero=1, source=OPTIMIZER),
     ),
-    saving=FUSED,
+    # the router's weights multiply the experts' activation, inside its kernel: the combination keeps nothing
+    saving={**FUSED, (OpKind.COMBINE, ""): Kept()},
+    copies_views=True,
     fused=((OpKind.ACTIVATION, OpKind.MULTIPLY),),
     # fused: --cross-entropy-fusion-impl te; fused_native: native
     loss={

@@ -19,6 +19,12 @@ FP32_COPY = Extra(name="fp32_copy", size=Size.INPUT, low_only=True)
 NORMALISED = Extra(name="normalised", size=Size.OUTPUT, dtype="compute")
 
 FLASH_ATTENTION = Kept(inputs=(0, 1, 2), outputs=(0,), extra=(LSE,))
+# context parallelism by all-to-all keeps the kernel's output, and the projection keeps it again once it is sent back
+FLASH_ALL_TO_ALL = Kept(
+    inputs=(0, 1, 2),
+    outputs=(0,),
+    extra=(LSE, Extra(name="before_all_to_all", size=Size.OUTPUT, dtype="compute", context_only=True)),
+)
 # softmax probabilities in the compute dtype; scaled scores feed the softmax, which keeps its output only
 EAGER_ATTENTION = Kept(inputs=(0, 1, 2), extra=(Extra(name="probabilities", size=Size.SCORES, dtype="compute"),))
 # dropout on the probabilities keeps its mask and its output
@@ -38,6 +44,7 @@ _COMMON = {
     (OpKind.POSITION, ""): NOTHING,
     (OpKind.ATTENTION, "flash"): FLASH_ATTENTION,
     (OpKind.ATTENTION, "flash_dropout"): FLASH_ATTENTION,  # the mask is made again from the generator's state
+    (OpKind.ATTENTION, "flash_all_to_all"): FLASH_ALL_TO_ALL,
     (OpKind.ATTENTION, "eager"): EAGER_ATTENTION,
     (OpKind.ATTENTION, "eager_dropout"): EAGER_ATTENTION_DROPOUT,
     (OpKind.ACTIVATION, ""): ONE_INPUT,
@@ -81,6 +88,6 @@ EAGER_LOSS = (
     LossTensor(name="gradient of float", dtype="fp32", forward=False),
     LossTensor(name="gradient", dtype="compute", forward=False, backward=False, head=True),
 )
-# one kernel: logits and, written over or beside them, their gradient in the compute dtype
-FUSED_LOSS = (LossTensor(name="logits", dtype="compute"), LossTensor(name="gradient", dtype="compute", head=True))
+# one kernel writes the gradient over the logits
+FUSED_LOSS = (LossTensor(name="logits", dtype="compute", head=True),)
 CHUNKED_LOSS: tuple[LossTensor, ...] = ()  # neither logits nor gradient exist whole
