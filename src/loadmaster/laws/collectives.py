@@ -84,7 +84,7 @@ def bus_bandwidth(op: str, num_bytes: float, n: int, seconds: float) -> float:
 def collective_seconds(op: str, num_bytes: Any, n: Any, tier: Tier) -> Any:
     """Ring (or pairwise) algorithm over one tier; nothing for a group of one.
 
-    >>> round(collective_seconds("all_reduce", 498.6e6, 16, Tier(alpha=0.0, bandwidth=3.125e9)), 3)
+    >>> round(float(collective_seconds("all_reduce", 498.6e6, 16, Tier(alpha=0.0, bandwidth=3.125e9))), 3)
     0.299
     """
     seconds = tier.alpha + tier.gamma * np.sqrt(num_bytes) + bus_factor(op, n) * num_bytes / tier.bandwidth
@@ -106,7 +106,7 @@ def hierarchical_all_reduce(num_bytes: Any, *, per_node: Any, num_nodes: Any, in
 
     >>> nic = Tier(alpha=0.0, bandwidth=3.125e9 / 8)
     >>> fast = Tier(alpha=0.0, bandwidth=1e15)
-    >>> round(hierarchical_all_reduce(498.6e6, per_node=8, num_nodes=2, intra=fast, inter=nic), 2)
+    >>> round(float(hierarchical_all_reduce(498.6e6, per_node=8, num_nodes=2, intra=fast, inter=nic)), 2)
     0.16
     """
     inside = 2.0 * collective_seconds("reduce_scatter", num_bytes, per_node, intra)
@@ -114,33 +114,34 @@ def hierarchical_all_reduce(num_bytes: Any, *, per_node: Any, num_nodes: Any, in
 
 
 def best_bucket(
-    total_bytes: int, n: int, tier: Tier, compute_seconds: float, *, memory_bytes: int | None = None
+    total_bytes: int, n: int, tier: Tier, compute_seconds: float, *, memory_bytes: int | None = None,
+    slowdown: float = 0.1,
 ) -> tuple[int, float]:
-    """The bucket size with the least exposed communication, and those exposed seconds.
+    """The bucket size that costs the step least, and the seconds it costs.
 
     Gradients appear evenly over `compute_seconds` of backward; buckets are reduced one after another as they fill.
-    Small buckets pay alpha each, large ones leave their last reduction exposed:
+    Small buckets pay alpha each, large ones leave their last reduction exposed; a reduction beside the compute takes
+    some of its multiprocessors:
 
-        exposed(b) = max(t(b), k t(b) + compute / k - compute),   k = ceil(total / b)
+        cost(b) = max(t(b), k t(b) + compute / k - compute) + slowdown (k - 1) t(b),   k = ceil(total / b)
 
     Args:
         total_bytes: gradients of a rank; n: ranks of the group; memory_bytes: no bucket above this.
+        slowdown: share by which a running reduction slows the compute.
 
-    Returns:
-        Bytes of a bucket (a whole number of MiB where that is at least one) and seconds left exposed.
-
-    >>> size, exposed = best_bucket(1 << 30, 8, Tier(alpha=2e-5, bandwidth=300e9), 0.1)
-    >>> size // (1 << 20), exposed < 2e-4
-    (1, True)
+    >>> size, cost = best_bucket(1 << 30, 8, Tier(alpha=2e-5, bandwidth=300e9), 0.1)
+    >>> size // (1 << 20), cost < 1e-3
+    (16, True)
     """
     if n == 1:
         return total_bytes, 0.0
     sizes = [1 << k for k in range(16, 34)]
     sizes = [s for s in sizes if s < total_bytes and (memory_bytes is None or s <= memory_bytes)] or [total_bytes]
-    exposed = []
+    costs = []
     for size in sizes:
         count = -(-total_bytes // size)
         each = float(collective_seconds("all_reduce", size, n, tier))
-        exposed.append(max(each, count * each + compute_seconds / count - compute_seconds))
-    best = min(range(len(sizes)), key=exposed.__getitem__)
-    return sizes[best], exposed[best]
+        exposed = max(each, count * each + compute_seconds / count - compute_seconds)
+        costs.append(exposed + slowdown * (count - 1) * each)
+    best = min(range(len(sizes)), key=costs.__getitem__)
+    return sizes[best], costs[best]

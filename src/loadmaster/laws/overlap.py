@@ -35,7 +35,7 @@ def replay_buckets(
     >>> replay_buckets([1.0, 1.0, 1.0], [0.5, 0.5, 2.0]).exposed
     2.0
     >>> replay_buckets([1.0, 1.0], [3.0, 1.0]).exposed
-    2.0
+    3.0
     """
     clock, stream = 0.0, start_after
     ready, starts, ends = [], [], []

@@ -1,0 +1,122 @@
+"""Calibration: the few constants that turn work into seconds on a device under a stack, with where they come from.
+
+`catalog/calibration.toml` holds a table of defaults, one table a device, one a stack and one a (stack, device) pair;
+the later ones override. Constants were fitted once, on published runs, by `benchmarks/fit_step_time.py`: never per
+model, per layout or per run. A pair that no run measured takes its device's and its stack's constants, and the
+interval of the prediction is then the wide one.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+__all__ = ["Calibration"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Constants of one (device, stack).
+
+    Attributes:
+        gemm_efficiency: share of the dense peak that large products reach; low_efficiency: the same in FP8 or FP4.
+        gemm_overhead: seconds a product costs beyond its FLOPs (tile and wave tails, launch gaps).
+        batched_efficiency: share of the peak of the two batched products of unfused attention.
+        attention_efficiency: share of the peak of a fused attention kernel, over its causal FLOPs.
+        score_bytes: memory traffic a score element of unfused attention: softmax, mask, dropout; forward + backward.
+        memory_efficiency: share of the memory bandwidth that element-wise kernels reach.
+        elementwise: traffic of the layer's small ops over what the op table says, forward (fusion, casts).
+        cast: traffic of narrowing the operands of FP8 products, over reading 2 bytes and writing 1.
+        logit_bytes: traffic a logit, loss forward and backward.
+        head_efficiency: share of the peak of the output layer's products.
+        accumulate_bytes: traffic a parameter of adding a micro-batch's gradient.
+        op_floor: seconds the host needs to launch one op forward (as much again backward, and recomputed).
+        head_floor: seconds of the host a micro-batch: embedding, head, loss, the loop.
+        floor_power: how sharply the larger of host and device time wins.
+        pipeline_floor: growth of `op_floor` with tp where pipeline stages lie on different nodes.
+        bus_efficiency: share of the links' bandwidth that collectives in a node reach.
+        nic_efficiency: the same between nodes.
+        tp_latency, tp_latency_far: seconds of each tensor-parallel collective in a node, between nodes.
+        tp_exposed: share of tensor-parallel communication that nothing hides.
+        ring_share, ring_share_node: share of its NICs' bandwidth that a data ring with several members a node,
+            with a whole node, reaches.
+        dp_overlap: share of the last backward beside which gradients are reduced.
+        gather_overlap: share of the compute beside which ZeRO-3 gathers and scatters.
+        gather_tax: share of its own seconds by which a hidden collective slows the compute beside it.
+        cp_overlap: share of attention beside which keys and values travel.
+        ep_exposed: share of the experts' exchange that nothing hides; ep_latency: seconds of each exchange.
+        send_exposed: share of the pipeline's sends that nothing hides.
+        straggler: growth of layer time for each doubling of the data ranks across nodes.
+        dp_noise: seconds a step at 8 nodes, growing with the cube of the nodes (what one sweep shows).
+        update_floor: seconds of the optimizer step beyond its bytes.
+        low, high: 5 % and 95 % of measured over predicted step time.
+        source: rows it was fitted on.
+    """
+
+    gemm_efficiency: float
+    low_efficiency: float
+    gemm_overhead: float
+    batched_efficiency: float
+    attention_efficiency: float
+    score_bytes: float
+    memory_efficiency: float
+    elementwise: float
+    cast: float
+    logit_bytes: float
+    head_efficiency: float
+    accumulate_bytes: float
+    op_floor: float
+    head_floor: float
+    floor_power: float
+    pipeline_floor: float
+    bus_efficiency: float
+    nic_efficiency: float
+    tp_latency: float
+    tp_latency_far: float
+    tp_exposed: float
+    ring_share: float
+    ring_share_node: float
+    dp_overlap: float
+    gather_overlap: float
+    gather_tax: float
+    cp_overlap: float
+    ep_exposed: float
+    ep_latency: float
+    send_exposed: float
+    straggler: float
+    dp_noise: float
+    update_floor: float
+    low: float
+    high: float
+    source: str = ""
+
+    @staticmethod
+    def of(device: str, stack: str) -> Calibration:
+        """Constants for a device under a stack.
+
+        >>> Calibration.of("a100-sxm-80gb", "megatron-deepspeed").gemm_efficiency
+        0.87
+        """
+        return _resolve(device, stack)
+
+    def changed(self, **constants: float) -> Calibration:
+        """The same with some constants replaced (fits, what-if questions)."""
+        return replace(self, **constants)
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    text = resources.files("loadmaster.describe").joinpath("catalog/calibration.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def _resolve(device: str, stack: str) -> Calibration:
+    tables = _tables()
+    pair = tables.get("pair", {}).get(f"{stack}@{device}", {})
+    merged = {**tables["default"], **tables.get("device", {}).get(device, {}), **tables.get("stack", {}).get(stack, {})}
+    known = {f.name for f in fields(Calibration)}
+    return Calibration(**{k: v for k, v in {**merged, **pair}.items() if k in known})
