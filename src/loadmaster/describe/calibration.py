@@ -31,11 +31,13 @@ class Calibration:
         elementwise: traffic of the layer's small ops over what the op table says, forward (fusion, casts).
         cast: traffic of narrowing the operands of FP8 products, over reading 2 bytes and writing 1.
         logit_bytes: traffic a logit, loss forward and backward.
-        head_efficiency: share of the peak of the output layer's products.
+        head_efficiency: share of the peak of the output layer's products; head_efficiency_whole: where tp does not
+            divide the vocabulary.
         accumulate_bytes: traffic a parameter of adding a micro-batch's gradient.
         op_floor: seconds the host needs to launch one op forward (as much again backward, and recomputed).
         head_floor: seconds of the host a micro-batch: embedding, head, loss, the loop.
         floor_power: how sharply the larger of host and device time wins.
+        tp_floor: growth of `op_floor` for each further tensor-parallel rank (the slowest host of t sets the pace).
         pipeline_floor: growth of `op_floor` with tp where pipeline stages lie on different nodes.
         bus_efficiency: share of the links' bandwidth that collectives in a node reach.
         nic_efficiency: the same between nodes.
@@ -67,10 +69,12 @@ class Calibration:
     cast: float
     logit_bytes: float
     head_efficiency: float
+    head_efficiency_whole: float
     accumulate_bytes: float
     op_floor: float
     head_floor: float
     floor_power: float
+    tp_floor: float
     pipeline_floor: float
     bus_efficiency: float
     nic_efficiency: float

@@ -111,7 +111,8 @@ def _ends(numbers: ModelCoefficients, machine: Machine, workload: Workload, smal
     splits = t if machine.stack.splits_vocab else 1
     embedding = 3.0 * machine.element * tokens * numbers.embedding.width / machine.bandwidth
     inner = sum(p.rows * p.d_in * p.d_out for p in numbers.head.products)
-    forward = 2.0 * tokens * inner / splits / (c.head_efficiency * machine.peak)
+    efficiency = np.where(np.asarray(splits) > 1, c.head_efficiency, c.head_efficiency_whole)
+    forward = 2.0 * tokens * inner / splits / (efficiency * machine.peak)
     loss = c.logit_bytes * tokens * numbers.vocab_size / splits / machine.bandwidth if inner else 0.0
     bus = c.bus_efficiency * machine.cluster.intra_node.bandwidth
     traffic = 2.0 * (t - 1) / t * machine.element * numbers.embedding.width * tokens
@@ -228,7 +229,8 @@ def _pipeline_floor(machine: Machine, full: Columns) -> Array:
     per_node = machine.cluster.devices_per_node
     world = full.tp * full.cp * full.pp * full.dp_replicate * full.dp_shard
     crosses = (full.tp > 1) & (((full.pp > 1) & (world > per_node)) | (full.tp > per_node))
-    return 1.0 + np.where(crosses, machine.constants.pipeline_floor * np.power(full.tp / 2.0, 1.1), 0.0)
+    inside = machine.constants.tp_floor * (np.minimum(full.tp, per_node) - 1.0)
+    return 1.0 + inside + np.where(crosses, machine.constants.pipeline_floor * np.power(full.tp / 2.0, 1.1), 0.0)
 
 
 def _idle_share(full: Columns, beat: Beat, again: Array) -> Array:
