@@ -108,7 +108,8 @@ class Calibration:
 
     def changed(self, **constants: float) -> Calibration:
         """The same with some constants replaced (fits, what-if questions)."""
-        return replace(self, **constants)
+        merged: dict[str, Any] = dict(constants)
+        return replace(self, **merged)
 
 
 @cache

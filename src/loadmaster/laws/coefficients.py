@@ -96,7 +96,9 @@ def coefficients(model: Model) -> ModelCoefficients:
     distinct: list[Block] = []
     for block, repeat in model.blocks:
         # equal shapes under another index are one block for the laws; identity first, since comparing is slow
-        index = next((i for i, b in enumerate(distinct) if b is block or (b.name == block.name and b.ops == block.ops)), -1)
+        index = next(
+            (i for i, b in enumerate(distinct) if b is block or (b.name == block.name and b.ops == block.ops)), -1
+        )
         if index < 0:
             distinct.append(block)
             index = len(distinct) - 1

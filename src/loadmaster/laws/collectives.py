@@ -114,7 +114,12 @@ def hierarchical_all_reduce(num_bytes: Any, *, per_node: Any, num_nodes: Any, in
 
 
 def best_bucket(
-    total_bytes: int, n: int, tier: Tier, compute_seconds: float, *, memory_bytes: int | None = None,
+    total_bytes: int,
+    n: int,
+    tier: Tier,
+    compute_seconds: float,
+    *,
+    memory_bytes: int | None = None,
     slowdown: float = 0.1,
 ) -> tuple[int, float]:
     """The bucket size that costs the step least, and the seconds it costs.

@@ -4,7 +4,8 @@ Matrix products only, a multiply-add is 2. A linear layer costs 2 K N a token fo
 and weights' gradient), so a step is three forwards: Chowdhery et al. 2022 (arXiv 2204.02311, appendix B) with the
 look-up left out and the head always in. Attention scores and weighted sum cost 2 heads (d_qk + d_v) keys a token,
 counted over the full square unless `Workload.causal`. Where three forwards is wrong, `backward_over_forward` says by
-how much: flash attention recomputes scores (5 products for 2), frozen weights need no gradient, recompute adds a forward.
+how much: flash attention makes scores again (5 products for 2), frozen weights take no gradient, recompute adds a
+forward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from loadmaster.describe.op import Op, OpKind
 from loadmaster.describe.workload import Workload
 
 __all__ = [
-    "OpFlops", "backward_over_forward", "block_flops", "flops", "op_flops", "op_rows", "palm_flops_per_token",
+    "OpFlops", "backward_over_forward", "block_flops", "block_tokens", "flops", "op_flops", "op_rows", "palm_flops_per_token",
     "utilisation",
 ]  # fmt: skip
 
@@ -39,6 +40,13 @@ class OpFlops:
 
     def __add__(self, other: OpFlops) -> OpFlops:
         return OpFlops(linear=self.linear + other.linear, attention=self.attention + other.attention)
+
+
+def block_tokens(model: Model, block: Block, seq_len: int) -> int:
+    """Tokens a sample that pass `block`: a ViT's patches, Whisper's frames in its encoder, else the sequence."""
+    if model.encoder_seq_len is not None and block.name == "encoder":
+        return model.encoder_seq_len
+    return model.fixed_seq_len or seq_len
 
 
 def op_rows(block: Block, op: Op, seq_len: int) -> float:
@@ -93,10 +101,11 @@ def flops(model: Model, workload: Workload, layout: Any) -> dict[str, Any]:
     >>> step["model"] == 3 * step["forward"], round(step["hardware"] / step["model"], 3)
     (True, 1.328)
     """
-    seq_len, samples = workload.seq_len, workload.global_batch_size
-    parts = [(block_flops(b, seq_len, causal=workload.causal), n) for b, n in model.blocks]
+    samples, causal = workload.global_batch_size, workload.causal
+    parts = [(block_flops(b, block_tokens(model, b, workload.seq_len), causal=causal), n) for b, n in model.blocks]
     blocks = sum((OpFlops(linear=f.linear * n, attention=f.attention * n) for f, n in parts), OpFlops())
-    ends = block_flops(model.embedding, seq_len) + block_flops(model.head, seq_len)
+    first, last = (block_flops(b, block_tokens(model, b, workload.seq_len)) for b in (model.embedding, model.head))
+    ends = first + last
     forward = samples * (blocks + ends).total
     weights = 1.0 if workload.frozen == "none" else 0.0
     backward = samples * ((1.0 + weights) * (blocks + ends).linear + 2.0 * blocks.attention)
@@ -132,7 +141,8 @@ def backward_over_forward(model: Model, workload: Workload, layout: Any) -> dict
     (2.0, 2.5, True)
     """
     step = flops(model, workload, layout)
-    attention = sum(block_flops(b, workload.seq_len, causal=workload.causal).attention * n for b, n in model.blocks)
+    tokens = [(b, n, block_tokens(model, b, workload.seq_len)) for b, n in model.blocks]
+    attention = sum(block_flops(b, s, causal=workload.causal).attention * n for b, n, s in tokens)
     hidden = 0.5 * attention * workload.global_batch_size  # the fifth product, half of the forward's two
     return {
         "linear": 2.0 if workload.frozen == "none" else 1.0,

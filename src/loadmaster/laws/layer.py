@@ -52,8 +52,9 @@ class Machine:
         dtypes = stack.precision(precision)
         peak = cluster.device.peak(dtypes.compute) or cluster.device.peak("fp16") or cluster.device.peak("fp32") or 1e12
         low = cluster.device.peak(dtypes.matmul) if dtypes.matmul else None
-        return Machine(cluster=cluster, constants=found, stack=stack, precision=dtypes, peak=peak,
-                       low_peak=low or peak, bandwidth=cluster.device.memory_bandwidth * found.memory_efficiency)  # fmt: skip
+        bandwidth = cluster.device.memory_bandwidth * found.memory_efficiency
+        return Machine(cluster=cluster, constants=found, stack=stack, precision=dtypes, peak=peak, low_peak=low or peak,
+                       bandwidth=bandwidth)  # fmt: skip
 
     @property
     def low(self) -> bool:
@@ -103,7 +104,11 @@ def layer_times(block: BlockCoefficients, machine: Machine, workload: Workload, 
     stream = np.where(layout.sequence_parallel, layout.tp, 1)
     elements = block.stream_elements / stream + block.split_elements / layout.tp
     small = c.elementwise * machine.element * tokens * elements / machine.bandwidth
-    again = {"full": forward + core_forward + small, "selective": core_forward, "blocks": forward + core_forward + small}
+    again = {
+        "full": forward + core_forward + small,
+        "selective": core_forward,
+        "blocks": forward + core_forward + small,
+    }
     forward, backward = forward + core_forward + small, backward + 2.0 * small
     reduce = _tp_reduce(block, machine, tokens, layout)
     tp = (block.reductions + block.backward_reductions) * reduce

@@ -39,7 +39,9 @@ def ring_bandwidth(machine: Machine, members: Array, stride: Array) -> Array:
     ring's g members in a node, less what several members in one node lose (ring_share).
     """
     c, cluster = machine.constants, machine.cluster
-    per_node = np.maximum(1, np.minimum(members, cluster.devices_per_node // np.minimum(stride, cluster.devices_per_node)))
+    per_node = np.maximum(
+        1, np.minimum(members, cluster.devices_per_node // np.minimum(stride, cluster.devices_per_node))
+    )
     share = np.where(per_node >= cluster.devices_per_node, c.ring_share_node, np.where(per_node > 1, c.ring_share, 1.0))
     far = c.nic_efficiency * cluster.inter_node.bandwidth * per_node * share
     near = c.bus_efficiency * cluster.intra_node.bandwidth
@@ -80,7 +82,9 @@ def gradient_seconds(
     scatter, gather = once(dense * grad, expert * grad), once(dense * weight, expert * weight)
     replica_ring = ring_bandwidth(machine, replicas, stride * shards)
     part = np.where(full.zero > 0, shards, 1)
-    replica = np.where(replicas > 1, 2.0 * (replicas - 1) / replicas * (dense + expert) / part * grad / replica_ring, 0.0)
+    replica = np.where(
+        replicas > 1, 2.0 * (replicas - 1) / replicas * (dense + expert) / part * grad / replica_ring, 0.0
+    )
     # ZeRO-3 gathers for the forward and again for the backward and scatters, every micro-batch, beside the compute
     hidden = c.gather_overlap
     sharded = m * (

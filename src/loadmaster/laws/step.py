@@ -15,7 +15,6 @@ from loadmaster.describe.calibration import Calibration
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
-from loadmaster.describe.precision import BYTES
 from loadmaster.describe.stack import Stack
 from loadmaster.describe.workload import Workload
 from loadmaster.laws.bubble import bubble_seconds
@@ -148,9 +147,7 @@ def _placed_by_cost(numbers: ModelCoefficients, p: Array) -> tuple[Array, Array]
     return np.where(p > 1, first, layers), np.where(p > 1, layers - before_last, 0)
 
 
-def _terms(
-    numbers: ModelCoefficients, machine: Machine, workload: Workload, full: Columns
-) -> dict[str, Array]:
+def _terms(numbers: ModelCoefficients, machine: Machine, workload: Workload, full: Columns) -> dict[str, Array]:
     c, p, v = machine.constants, full.pp, np.maximum(full.virtual_stages, 1)
     dp = full.dp_replicate * full.dp_shard
     m = np.maximum(1.0, workload.global_batch_size / (dp * full.micro_batch_size))
@@ -189,7 +186,7 @@ def _terms(
         forward=layers_worst * (layer.forward + layer.tp / 2 + host / 2),
         backward=layers_worst * (slower - layer.forward - layer.tp / 2 - host / 2)))  # fmt: skip
     scale = m * layers_worst
-    terms = {
+    return {
         "forward": scale * layer.forward + m * head_worst * (beat.head_forward + beat.embedding),
         "backward": scale * layer.backward + m * head_worst * beat.head_backward,
         "recompute": scale * again,
@@ -202,7 +199,6 @@ def _terms(
         "bubble": bubble,
         **gradients,
     }
-    return {name: value for name, value in terms.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +234,11 @@ def _idle_share(full: Columns, beat: Beat, again: Array) -> Array:
     layer = beat.layer
     forward = layer.forward + layer.tp / 2
     backward = layer.backward + again + layer.tp / 2
-    args: dict[str, Any] = {"pp": 2, "forward": forward, "backward_input": backward / 2, "backward_weight": backward / 2}
+    args: dict[str, Any] = {
+        "pp": 2,
+        "forward": forward,
+        "backward_input": backward / 2,
+        "backward_weight": backward / 2,
+    }
     plain = bubble_seconds("1f1b", virtual_stages=1, **args)
     return bubble_seconds(full.schedule, virtual_stages=np.maximum(full.virtual_stages, 1), **args) / plain
-
-
-def bytes_of(dtype: str) -> int:
-    """Bytes of an element."""
-    return BYTES[dtype]
