@@ -21,7 +21,7 @@ from loadmaster.describe.op import Op, OpKind
 from loadmaster.describe.workload import Workload
 
 __all__ = [
-    "OpFlops", "backward_over_forward", "block_flops", "block_tokens", "flops", "op_flops", "op_rows", "palm_flops_per_token",
+    "OpFlops", "backward_over_forward", "block_flops", "flops", "op_flops", "op_rows", "palm_flops_per_token",
     "utilisation",
 ]  # fmt: skip
 
@@ -40,13 +40,6 @@ class OpFlops:
 
     def __add__(self, other: OpFlops) -> OpFlops:
         return OpFlops(linear=self.linear + other.linear, attention=self.attention + other.attention)
-
-
-def block_tokens(model: Model, block: Block, seq_len: int) -> int:
-    """Tokens a sample that pass `block`: a ViT's patches, Whisper's frames in its encoder, else the sequence."""
-    if model.encoder_seq_len is not None and block.name == "encoder":
-        return model.encoder_seq_len
-    return model.fixed_seq_len or seq_len
 
 
 def op_rows(block: Block, op: Op, seq_len: int) -> float:
@@ -102,9 +95,9 @@ def flops(model: Model, workload: Workload, layout: Any) -> dict[str, Any]:
     (True, 1.328)
     """
     samples, causal = workload.global_batch_size, workload.causal
-    parts = [(block_flops(b, block_tokens(model, b, workload.seq_len), causal=causal), n) for b, n in model.blocks]
+    parts = [(block_flops(b, model.seq_len_of(b, workload.seq_len), causal=causal), n) for b, n in model.blocks]
     blocks = sum((OpFlops(linear=f.linear * n, attention=f.attention * n) for f, n in parts), OpFlops())
-    first, last = (block_flops(b, block_tokens(model, b, workload.seq_len)) for b in (model.embedding, model.head))
+    first, last = (block_flops(b, model.seq_len_of(b, workload.seq_len)) for b in (model.embedding, model.head))
     ends = first + last
     forward = samples * (blocks + ends).total
     weights = 1.0 if workload.frozen == "none" else 0.0
@@ -141,7 +134,7 @@ def backward_over_forward(model: Model, workload: Workload, layout: Any) -> dict
     (2.0, 2.5, True)
     """
     step = flops(model, workload, layout)
-    tokens = [(b, n, block_tokens(model, b, workload.seq_len)) for b, n in model.blocks]
+    tokens = [(b, n, model.seq_len_of(b, workload.seq_len)) for b, n in model.blocks]
     attention = sum(block_flops(b, s, causal=workload.causal).attention * n for b, n, s in tokens)
     hidden = 0.5 * attention * workload.global_batch_size  # the fifth product, half of the forward's two
     return {
