@@ -21,13 +21,13 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNOR
 
 
 def parse_count(text: str | int, *, field: str = "value") -> int:
-    """Whole number from ``"4Mi"``, ``"25 MiB"``, ``"8GB"``, ``"1e9"`` or an int.
+    """Whole number from ``"4Mi"``, ``"25 MiB"``, ``"8GB"``, ``"1e9"`` or an int; a fraction of a unit is cut to whole.
 
     Raises:
         InvalidInput: the text is no number, or not a whole one.
 
-    >>> parse_count("4Mi"), parse_count("1.5GiB"), parse_count("8k"), parse_count(7)
-    (4194304, 1610612736, 8000, 7)
+    >>> parse_count("4Mi"), parse_count("14.56GiB"), parse_count("8k"), parse_count(7)
+    (4194304, 15633680957, 8000, 7)
     """
     if isinstance(text, int):
         return text
@@ -35,7 +35,7 @@ def parse_count(text: str | int, *, field: str = "value") -> int:
     if match is None:
         raise InvalidInput(field, repr(text), "is not a number with an optional unit", "write e.g. 4Mi or 25MiB")
     number = float(match[1]) * _SUFFIXES[(match[2] or "").lower()]
-    if number != int(number):
+    if number != int(number) and not match[2]:
         raise InvalidInput(field, repr(text), "is not a whole number", "use a smaller unit")
     return int(number)
 

@@ -1,0 +1,281 @@
+"""The search: every layout of the space priced at once; those that do not fit refused, the rest ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadmaster.describe.cluster import Cluster
+from loadmaster.describe.layout import Layout
+from loadmaster.describe.model import Model
+from loadmaster.describe.stack import Stack
+from loadmaster.describe.workload import Workload
+from loadmaster.errors import InvalidInput
+from loadmaster.laws.cost import Cost, price
+from loadmaster.laws.interval import memory_interval
+from loadmaster.laws.memory import memory_total
+from loadmaster.laws.step import time_terms
+from loadmaster.planner.refusals import Rejection, refuse_illegal, refuse_too_large
+from loadmaster.planner.space import ABILITIES, Ability, Columns, degrees, expand
+from loadmaster.program.legal import Dimensions, broken
+
+__all__ = ["Plan", "PlanResult", "Priced", "plan", "price_space"]
+
+CHUNK = 1 << 15  # rows priced at a time: a column of them is 256 KiB
+REFINED = 24  # of the best, priced once more one by one, by replay where the laws replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A layout and what it costs."""
+
+    layout: Layout
+    cost: Cost
+
+    def to_json(self) -> dict[str, Any]:
+        """As `price` prints it."""
+        return self.cost.to_json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A space with its prices.
+
+    Attributes:
+        groups: layouts that share their named choices; seconds, bytes: of each row of all groups in turn.
+        usable: bytes a rank may plan with.
+    """
+
+    groups: Sequence[Columns]
+    seconds: NDArray[np.float64]
+    bytes: NDArray[np.float64]
+    usable: float
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum([len(group) for group in self.groups])
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def layout(self, row: int) -> Layout:
+        """The layout of one row."""
+        group = int(np.searchsorted(self._ends, row, side="right"))
+        return self.groups[group].layout(int(row - (self._ends[group - 1] if group else 0)))
+
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        """Rows within the usable bytes."""
+        return self.bytes <= self.usable
+
+    def best(self, count: int) -> NDArray[np.int64]:
+        """The fastest rows that fit, best first; of equals the one that needs less memory."""
+        return self._fastest(np.flatnonzero(self.fits), count)
+
+    def best_refused(self, count: int) -> NDArray[np.int64]:
+        """The fastest rows that do not fit."""
+        return self._fastest(np.flatnonzero(~self.fits), count)
+
+    def _fastest(self, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        if len(rows) > count:
+            rows = rows[np.argpartition(self.seconds[rows], count)[:count]]
+        return rows[np.lexsort((self.bytes[rows], self.seconds[rows]))]
+
+    def front(self) -> NDArray[np.int64]:
+        """The Pareto front: rows that nothing beats in both time and memory, the fastest first."""
+        order = np.lexsort((self.bytes, self.seconds))
+        lowest = np.minimum.accumulate(self.bytes[order])
+        return order[np.append(True, lowest[1:] < lowest[:-1])] if len(order) else order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """What a search found.
+
+    Attributes:
+        plans: best first; empty when nothing fits. rejections: refused layouts, an example a reason and value.
+        front: (layout, bytes, seconds) that nothing beats in both; smallest: the layout that needs least memory.
+        considered: layouts looked at; priced: of these, legal and priced; seconds: the search took.
+    """
+
+    plans: tuple[Plan, ...]
+    rejections: tuple[Rejection, ...]
+    front: tuple[tuple[Layout, int, float], ...]
+    smallest: Cost | None
+    considered: int
+    priced: int
+    seconds: float
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    stack: str
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def best(self) -> Plan | None:
+        """The first plan."""
+        return self.plans[0] if self.plans else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that ``loadmaster plan --json`` prints."""
+        return {
+            "plans": [p.to_json() for p in self.plans],
+            "rejections": [r.to_json() for r in self.rejections],
+            "front": [{"layout": lay.to_dict(), "bytes": b, "seconds": s} for lay, b, s in self.front],
+            "considered": self.considered,
+            "priced": self.priced,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    stack: str | Stack = "loadmaster",
+    precision: str = "bf16-mixed",
+    optimizer_bits: int | None = None,
+    max_risk: float = 0.1,
+    count: int = 8,
+) -> PlanResult:
+    """Find the fastest layout that fits.
+
+    8-bit optimizer state changes the numerics, so it is tried only where it is asked for (`optimizer_bits`) or nothing
+    fits without it.
+
+    Args:
+        max_risk: largest probability of running out of memory that a plan may carry.
+        count: plans returned.
+
+    Raises:
+        InvalidInput: a field of the cluster or the workload makes every layout illegal.
+    """
+    started = perf_counter()
+    chosen = stack if isinstance(stack, Stack) else Stack.named(stack)
+    ability = ability_of(chosen, optimizer_bits)
+    passes = [(optimizer_bits or 32,)]
+    if optimizer_bits is None and 8 in ability.optimizer_bits:
+        passes.append((8,))
+    dims = Dimensions.of(model)
+    whole = degrees(dims, cluster.num_devices, ability, workload)
+    legal = legal_rows(dims, workload, whole, cluster)
+    rejections = refuse_illegal(dims, workload, whole, cluster)
+    considered = int((~legal).sum())
+    if not legal.any():
+        raise _nothing_legal(rejections)
+    priced = None
+    for bits in passes:
+        groups = expand(whole.take(legal), dims, ability, optimizer_bits=bits, precision=precision)
+        priced = price_space(model, cluster, workload, chosen, dims, groups, max_risk=max_risk)
+        considered += len(priced)
+        if priced.fits.any():
+            break
+    assert priced is not None
+    return _result(
+        priced, model=model, cluster=cluster, workload=workload, chosen=chosen, rejections=rejections,
+        considered=considered, count=count, started=started, bits=bits,
+    )  # fmt: skip
+
+
+def ability_of(stack: Stack, optimizer_bits: int | None) -> Ability:
+    """What the stack can run.
+
+    Raises:
+        InvalidInput: it has no optimizer of that many bits.
+    """
+    ability = ABILITIES.get(stack.name, Ability(recompute=("none", "full")))
+    if optimizer_bits is not None and optimizer_bits not in ability.optimizer_bits:
+        raise InvalidInput(
+            "optimizer_bits", optimizer_bits, f"is nothing that {stack.name} can run",
+            f"use {' or '.join(map(str, ability.optimizer_bits))}",
+        )  # fmt: skip
+    return ability
+
+
+def legal_rows(dims: Dimensions, workload: Workload, columns: Columns, cluster: Cluster) -> NDArray[np.bool_]:
+    """Rows that break no rule."""
+    bad = np.zeros(len(columns), dtype=bool)
+    for mask in broken(dims, workload, columns, cluster).values():
+        bad |= mask
+    return ~bad
+
+
+def _nothing_legal(rejections: Sequence[Rejection]) -> InvalidInput:
+    """The refusal closest to the plain layout speaks for all."""
+    first = rejections[0].error
+    assert first is not None
+    return InvalidInput(first.field, first.value, first.rule, first.way_out)
+
+
+def price_space(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    stack: Stack,
+    dims: Dimensions,
+    groups: Iterator[Columns],
+    *,
+    max_risk: float = 0.1,
+) -> Priced:
+    """Memory and time of every legal row of `groups`."""
+    kept: list[Columns] = []
+    seconds: list[NDArray[np.float64]] = []
+    sizes: list[NDArray[np.float64]] = []
+    for group in groups:
+        for part in group.take(legal_rows(dims, workload, group, cluster)).chunks(CHUNK):
+            kept.append(part)
+            sizes.append(_column(memory_total(model, cluster, workload, part, stack), len(part)))
+            seconds.append(_total(time_terms(model, cluster, workload, part, stack), len(part)))
+    usable = memory_interval(stack, 1.0).usable(cluster.memory_bytes, max_risk)
+    none = np.zeros(0)
+    return Priced(
+        groups=kept, seconds=np.concatenate(seconds) if seconds else none,
+        bytes=np.concatenate(sizes) if sizes else none, usable=usable,
+    )  # fmt: skip
+
+
+def _column(value: Any, count: int) -> NDArray[np.float64]:
+    return np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))
+
+
+def _total(terms: Mapping[str, Any], count: int) -> NDArray[np.float64]:
+    """Sum of the terms, a row each."""
+    total = np.zeros(count)
+    for value in terms.values():
+        total += value
+    return total
+
+
+def _result(
+    priced: Priced, *, model: Model, cluster: Cluster, workload: Workload, chosen: Stack,
+    rejections: Sequence[Rejection], considered: int, count: int, started: float, bits: Sequence[int],
+) -> PlanResult:  # fmt: skip
+    """Refine the best, explain the refused."""
+
+    def cost(row: Any) -> Cost:
+        return price(model, cluster, workload, priced.layout(int(row)), stack=chosen)
+
+    plans = sorted((cost(row) for row in priced.best(max(REFINED, count))), key=lambda c: c.step_seconds)
+    too_large = refuse_too_large([cost(row) for row in priced.best_refused(4)], priced.usable)
+    least = int(np.argmin(priced.bytes)) if len(priced) else None
+    notes = []
+    if 8 in bits and plans:
+        notes.append("optimizer state in 8 bits: with 32 bits nothing fits")
+    return PlanResult(
+        plans=tuple(Plan(layout=c.layout, cost=c) for c in plans[:count]),
+        rejections=(*too_large, *rejections),
+        front=tuple(
+            (priced.layout(int(r)), int(priced.bytes[r]), float(priced.seconds[r])) for r in priced.front()[:40]
+        ),
+        smallest=None if least is None else cost(least),
+        considered=considered, priced=len(priced), seconds=perf_counter() - started, model=model, cluster=cluster,
+        workload=workload, stack=chosen.name, notes=tuple(notes),
+    )  # fmt: skip
