@@ -1,6 +1,6 @@
 """How fast the planner is: layouts priced a second on one core, the largest plan as a whole process, growth.
 
-    OMP_NUM_THREADS=1 python benchmarks/planner_speed.py
+OMP_NUM_THREADS=1 python benchmarks/planner_speed.py
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ def main() -> None:
         count, wall, busy = runs[0][0], min(r[1] for r in runs), min(r[2] for r in runs)
         print(f"{layers:>7} {devices:>8} {count:>9,} {wall:>7.2f} {busy:>7.2f} {count / busy:>16,.0f}")
     runs = whole_process(repeats)
-    print(
-        "405B on 16,384 H100, whole process: median "
-        f"{statistics.median(r[0] for r in runs):.2f} s wall, {statistics.median(r[1] for r in runs):.2f} s of processor"
-    )
+    wall, busy = (statistics.median(column) for column in zip(*runs, strict=True))
+    print(f"405B on 16,384 H100, whole process: median {wall:.2f} s wall, {busy:.2f} s of processor")
 
 
 if __name__ == "__main__":

@@ -119,9 +119,9 @@ def smallest_cluster(
     """
     usable = memory_interval(stack, 1.0).usable(cluster.memory_bytes, max_risk)
     for number in cluster_sizes(cluster):
-        columns = _leanest(model, cluster.resized(number), workload, stack, bits)
-        for part in columns:
-            if np.any(memory_total(model, cluster.resized(number), workload, part, stack) <= usable):
+        columns: Any
+        for columns in _leanest(model, cluster.resized(number), workload, stack, bits):
+            if np.any(memory_total(model, cluster.resized(number), workload, columns, stack) <= usable):
                 return number
     return None
 

@@ -93,9 +93,10 @@ class Columns:
 
     def __getattr__(self, name: str) -> Column:
         try:
-            return object.__getattribute__(self, "fields")[name]
+            column: Column = object.__getattribute__(self, "fields")[name]
         except KeyError:
             raise AttributeError(name) from None
+        return column
 
     def __len__(self) -> int:
         return len(self.fields["tp"])
@@ -112,7 +113,8 @@ class Columns:
 
     def num_micro_batches(self, workload: Workload) -> Column:
         """Forwards of a rank in a step; whole where the batch rule holds."""
-        return np.maximum(workload.global_batch_size // (self.dp * self.micro_batch_size), 1)
+        whole: Column = workload.global_batch_size // (self.dp * self.micro_batch_size)
+        return np.maximum(whole, 1)
 
     def take(self, rows: Any) -> Columns:
         """Some of the rows, by mask or index."""
@@ -155,7 +157,7 @@ def degrees(dims: Dimensions, num_devices: int, ability: Ability, workload: Work
 
 def _factorisations(number: int, ability: Ability) -> dict[str, Column]:
     """Rows of (tp, pp, cp, dp_replicate, dp_shard) whose product is `number`."""
-    rows = [(1, 1, 1, 1)]
+    rows: list[tuple[int, ...]] = [(1, 1, 1)]
     for position, axis in enumerate(("tp", "pp", "cp")):
         choices = _divisors(number) if axis in ability.axes else [1]
         rows = [
@@ -163,7 +165,7 @@ def _factorisations(number: int, ability: Ability) -> dict[str, Column]:
             if number % (row[0] * row[1] * row[2] * d) == 0
         ]  # fmt: skip
     table = []
-    for tp, pp, cp, _ in rows:
+    for tp, pp, cp in rows:
         data = number // (tp * pp * cp)
         table += [(tp, pp, cp, data // shard, shard) for shard in _shards(data, ability)]
     array = np.array(table, dtype=np.int64)
@@ -189,7 +191,8 @@ def _with_defaults(grid: Mapping[str, Column]) -> dict[str, Column]:
     """Every numeric field of a layout; sequence parallelism goes with tp, which it never costs anything."""
     plain = Layout()
     count = len(next(iter(grid.values())))
-    full = {name: np.full(count, getattr(plain, name), dtype=np.int64) for name in NUMERIC} | dict(grid)
+    full: dict[str, Column] = {name: np.full(count, getattr(plain, name), dtype=np.int64) for name in NUMERIC}
+    full |= grid
     for name in _BOOLEAN:
         full[name] = full[name].astype(bool)
     full["sequence_parallel"] = full["tp"] > 1
