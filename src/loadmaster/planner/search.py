@@ -231,10 +231,10 @@ def price_space(
     sizes: list[NDArray[np.float64]] = []
     for group in groups:
         for part in group.take(legal_rows(dims, workload, group, cluster)).chunks(CHUNK):
-            columns: Any = part
+            columns: Any = part.compact()
             kept.append(part)
             sizes.append(_column(memory_total(model, cluster, workload, columns, stack), len(part)))
-            seconds.append(_total(time_terms(model, cluster, workload, part, stack), len(part)))
+            seconds.append(_total(time_terms(model, cluster, workload, columns, stack), len(part)))
     usable = memory_interval(stack, 1.0).usable(cluster.memory_bytes, max_risk)
     none = np.zeros(0)
     return Priced(

@@ -120,6 +120,12 @@ class Columns:
         """Some of the rows, by mask or index."""
         return replace(self, fields={name: column[rows] for name, column in self.fields.items()})
 
+    def compact(self) -> Columns:
+        """The same with a plain number for every column that holds one value only: laws then count it once."""
+        fields = {name: column[0].item() if len(column) and (column == column[0]).all() else column
+                  for name, column in self.fields.items()}  # fmt: skip
+        return replace(self, fields=fields)
+
     def chunks(self, size: int) -> Iterator[Columns]:
         """Pieces of at most `size` rows, which stay in the processor's cache."""
         for start in range(0, len(self), size):
@@ -215,13 +221,12 @@ def expand(
     if ability.offload:
         base = _crossed(base, "offload_optimizer", [False, True])
     for schedule in ability.schedules:
-        piped = _scheduled(base, dims, schedule, first=schedule == ability.schedules[0])
-        if not len(piped):
-            continue
-        for recompute in ability.recompute:
-            group = _recomputed(piped, dims, recompute)
-            if len(group):
-                yield replace(group, schedule=schedule, recompute=recompute, precision=precision)
+        whole = _scheduled(base, dims, schedule, first=schedule == ability.schedules[0])
+        for piped in _by_virtual_stages(whole):
+            for recompute in ability.recompute:
+                group = _recomputed(piped, dims, recompute)
+                if len(group):
+                    yield replace(group, schedule=schedule, recompute=recompute, precision=precision)
 
 
 def _crossed(columns: Columns, name: str, values: Sequence[Any]) -> Columns:
@@ -241,6 +246,16 @@ def _scheduled(base: Columns, dims: Dimensions, schedule: str, *, first: bool) -
         wide = _crossed(piped, "virtual_stages", chunks) if chunks else piped.take(slice(0, 0))
         return wide.take(dims.num_layers % (wide.pp * wide.virtual_stages) == 0)
     return base if first else base.take(base.pp > 1)
+
+
+def _by_virtual_stages(columns: Columns) -> Iterator[Columns]:
+    """Rows in groups of like depth: a law that walks the chunks of a rank walks as many as the deepest row has."""
+    low = 0
+    for high in (1, 2, 4, 8, 16, 32, 64, 1 << 30):
+        rows = (columns.virtual_stages > low) & (columns.virtual_stages <= high)
+        low = high
+        if rows.any():
+            yield columns.take(rows)
 
 
 def _recomputed(piped: Columns, dims: Dimensions, recompute: str) -> Columns:
