@@ -23,7 +23,6 @@ STACK = Stack(
     ),
     saving=SAVING,
     loss={"cross_entropy": EAGER_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
-    retains_unsharded=True,
     shards_over_cp=False,
     context=Context(device=600 * MIB, communicator=64 * MIB),
     allocator=Allocator(activations=0.05, fixed=32 * MIB),
