@@ -16,6 +16,7 @@ from loadmaster.laws.cost import Cost, price
 from loadmaster.laws.interval import memory_interval
 from loadmaster.laws.memory import memory_total
 from loadmaster.planner.objective import cluster_sizes
+from loadmaster.planner.refusals import difference
 from loadmaster.planner.remedies import Remedy, remedies
 from loadmaster.planner.search import PlanResult, ability_of
 from loadmaster.planner.space import Columns, degrees, expand
@@ -75,10 +76,9 @@ def explain(result: PlanResult) -> Explanation:
 
 
 def _trade(best: Cost, other: Cost) -> Trade:
-    mine, theirs = best.layout.to_dict(), other.layout.to_dict()
-    change = ",".join(f"{k}={v}" for k, v in theirs.items() if mine[k] != v)
+    change = difference(best.layout, other.layout)
     return Trade(
-        change=change, seconds_added=other.step_seconds - best.step_seconds,
+        change=",".join(f"{k}={v}" for k, v in change.items()), seconds_added=other.step_seconds - best.step_seconds,
         bytes_added=int(other.memory.total - best.memory.total),
     )  # fmt: skip
 

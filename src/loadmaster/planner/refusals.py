@@ -85,19 +85,29 @@ def _examples(columns: Columns, field: str, rows: Any) -> Iterator[tuple[int, in
         yield int(rows[start]), int(count)
 
 
-def refuse_too_large(costs: Sequence[Cost], usable: float) -> list[Rejection]:
-    """The fastest layouts that do not fit, each with the cheapest single change that helps."""
+def refuse_too_large(costs: Sequence[Cost], usable: float, fitting: Sequence[Layout]) -> list[Rejection]:
+    """The fastest layouts that do not fit, each with the way to the nearest that does.
+
+    That is the cheapest single change that is enough, or else what turns it into the most alike of `fitting`.
+    """
     found = []
     for cost in costs:
-        helping = [r for r in remedies(cost) if cost.memory.total - r.bytes_saved <= usable]
-        way_out = helping[0].change if helping else "no single change is enough; see the plans"
+        enough = [r.change for r in remedies(cost) if cost.memory.total - r.bytes_saved <= usable]
+        alike = min((difference(cost.layout, other) for other in fitting), key=len, default={})
+        way_out = enough[0] if enough else ",".join(f"{k}={v}" for k, v in alike.items())
         found.append(
             Rejection(
                 layout=cost.layout,
                 rule=f"memory: needs {format_bytes(cost.memory.total)} a rank, "
                 f"{format_bytes(usable)} can be planned with",
                 shortfall=int(cost.memory.total - usable),
-                way_out=way_out,
+                way_out=way_out or "nothing in the space fits: more devices, a shorter sequence, or --loss fused",
             )
         )
     return found
+
+
+def difference(one: Layout, other: Layout) -> dict[str, object]:
+    """Fields in which `other` differs from `one`, as it has them."""
+    mine = one.to_dict()
+    return {name: value for name, value in other.to_dict().items() if mine[name] != value}

@@ -265,7 +265,8 @@ def _result(
         return price(model, cluster, workload, priced.layout(int(row)), stack=chosen)
 
     plans = sorted((cost(row) for row in priced.best(max(REFINED, count))), key=lambda c: c.step_seconds)
-    too_large = refuse_too_large([cost(row) for row in priced.best_refused(4)], priced.usable)
+    fitting = [c.layout for c in plans]
+    too_large = refuse_too_large([cost(row) for row in priced.best_refused(4)], priced.usable, fitting)
     least = int(np.argmin(priced.bytes)) if len(priced) else None
     notes = []
     if 8 in bits and plans:

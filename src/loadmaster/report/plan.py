@@ -70,12 +70,13 @@ def _surroundings(result: PlanResult, explanation: Explanation) -> Text:
     return text
 
 
-def _refusals(result: PlanResult, limit: int = 8) -> Table:
+def _refusals(result: PlanResult) -> Table:
+    """The fastest that do not fit, and the first example of every rule."""
     table = Table(title="Refused", title_justify="left", box=None, pad_edge=False, title_style="bold")
     for name in ("layout", "because", "way out"):
         table.add_column(name, overflow="fold")
     memory = [r for r in result.rejections if r.shortfall is not None][:3]
-    rules = [r for r in result.rejections if r.shortfall is None]
-    for refusal in [*memory, *rules][:limit]:
+    rules = {r.error.rule.split(",")[0].split(" = ")[0]: r for r in reversed(result.rejections) if r.error is not None}
+    for refusal in [*memory, *reversed(rules.values())]:
         table.add_row(refusal.layout.describe(), refusal.rule, refusal.way_out)
     return table
