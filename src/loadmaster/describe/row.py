@@ -301,6 +301,8 @@ def _stage(row: Row, layout: Layout) -> int | str:
         return layout.pp - 1
     if text in ("rank0", "first rank"):
         return 0
+    if not text and "nvidia-smi" in row.get("mem_kind", ""):
+        return 0  # read on the first device
     return "worst"
 
 

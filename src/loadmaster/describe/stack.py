@@ -137,11 +137,13 @@ class Allocator:
 
     Attributes:
         state: share of the long-lived bytes; activations: of what comes and goes each micro-batch.
+        step: share of the optimizer step's temporaries: large flat tensors that find no room in cached blocks.
         fixed: bytes of small pools and workspaces; sigma: spread of ln(measured / predicted).
     """
 
     state: float = 0.0
     activations: float = 0.05
+    step: float = 0.0
     fixed: int = 0
     sigma: float = 0.04
 
@@ -164,6 +166,7 @@ class Stack:
         splits_vocab: tensor parallelism divides logits; splits_embedding: and the embedding's table.
         shards_over_cp: shards are taken over dp_shard * cp ranks.
         padded_vocab: vocabulary padded to a multiple of this times tp (0: as is).
+        buckets: (how many, elements each) of the gradients' dtype, held for reductions and gathers.
         copies_views: a view of part of a wider value is copied before it is kept, so that the rest can go.
         head_streams: whole copies of the stream around the head's backward.
         scratch_gradients: weight gradients are accumulated by the product's kernel, and autograd is given a scratch
@@ -190,6 +193,7 @@ class Stack:
     splits_embedding: bool = True
     shards_over_cp: bool = True
     padded_vocab: int = 0
+    buckets: tuple[int, int] = (0, 0)
     head_streams: int = 0
     copies_views: bool = False
     scratch_gradients: bool = False

@@ -11,7 +11,7 @@ from loadmaster.describe.op import OpKind, Split
 from loadmaster.describe.precision import BYTES
 from loadmaster.describe.stack import Alive, StateLine
 from loadmaster.describe.workload import OPTIMIZERS
-from loadmaster.laws.numbers import Number, ceil_div, greater, where
+from loadmaster.laws.numbers import Number, ceil_div, greater, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
 from loadmaster.laws.state import Held
@@ -38,6 +38,10 @@ def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
         whole = params.total * BYTES[run.precision.reduce]
         retained = (run.layout.zero >= 2) & (run.micro_batches > 1) & (run.layout.reduce_each_micro_batch == 0)
         terms["gradients"] = where(retained, greater(whole, terms["gradients"]), terms["gradients"])
+    number, size = run.stack.buckets
+    if number:
+        held = lesser(params.total, size) * number * BYTES[run.precision.grad]
+        terms["buffers/buckets"] = terms.get("buffers/buckets", 0) + held
     terms["buffers/workspace"] = _workspace(run)
     if run.stack.scratch_gradients:
         terms["buffers/weight_gradients"] = _scratch_gradients(run, placement)

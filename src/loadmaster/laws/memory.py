@@ -153,11 +153,12 @@ class _Stage:
 
     def total(self, run: Run) -> Number:
         """Bytes of the worst event."""
-        worst, *others = self.totals()
-        for other in others:
-            worst = greater(worst, other)
+        *passes, step = self.totals()
+        most = passes[0]
+        for other in passes[1:]:
+            most = greater(most, other)
         state = sum(self.always.values())
-        return state + worst + _allocator(run, state, worst) + sum(self.outside.values())
+        return state + greater(most, step) + _allocator(run, state, step, most) + sum(self.outside.values())
 
     def peak(self, run: Run) -> Peak:
         """The worst event, term by term."""
@@ -168,15 +169,15 @@ class _Stage:
             worst = max(range(len(totals)), key=totals.__getitem__)
             for part in self.events[worst][1]:
                 terms.update(part)
-            event, most = names[worst], totals[worst]
+            event, most = names[worst], max(totals[:-1])
         else:
             index = np.argmax(np.stack(np.broadcast_arrays(*totals)), axis=0)
             for k, (_, parts) in enumerate(self.events):
                 mask = index == k
                 for name, number in (item for part in parts for item in part.items()):
                     terms[name] = terms.get(name, 0) + number * mask
-            event, most = np.array(names)[index], np.max(np.stack(np.broadcast_arrays(*totals)), axis=0)
-        rounding = _allocator(run, sum(self.always.values()), most)
+            event, most = np.array(names)[index], np.max(np.stack(np.broadcast_arrays(*totals[:-1])), axis=0)
+        rounding = _allocator(run, sum(self.always.values()), totals[-1], most)
         return Peak(terms={**terms, **self.outside, "allocator/rounding": rounding}, event=event, stage=self.index)
 
 
@@ -208,10 +209,14 @@ def _context(run: Run) -> Terms:
     return {"context": run.stack.context.device + run.stack.context.communicator * groups}
 
 
-def _allocator(run: Run, state: Number, event: Number) -> Number:
-    """Bytes reserved beyond the live ones: shares of what stays and of what comes and goes."""
+def _allocator(run: Run, state: Number, step: Number, passes: Number) -> Number:
+    """Bytes reserved beyond the live ones.
+
+    Shares of what stays and of what forward and backward (`passes`) hold; and, where the optimizer step's flat tensors
+    find no room in cached blocks, the smaller of the two events beside the larger.
+    """
     if run.on_cpu:
         return 0
     rule = run.stack.allocator
-    share = state * rule.state + event * rule.activations
+    share = state * rule.state + passes * rule.activations + lesser(step, passes) * rule.step
     return (np.ceil(share) if isinstance(share, np.ndarray) else math.ceil(share)) + rule.fixed

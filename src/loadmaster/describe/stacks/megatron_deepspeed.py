@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from loadmaster.describe.stack import Allocator, Context, Stack, StateLine
-from loadmaster.describe.stacks.megatron import NATIVE_LOSS
+from loadmaster.describe.stack import Alive, Allocator, Context, LossTensor, Stack, StateLine
 from loadmaster.describe.stacks.saving import CHUNKED_LOSS, EAGER, FUSED_LOSS
 from loadmaster.units import MIB
 
 SOURCE = "deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py"
+
+# vocab_parallel_cross_entropy before the in-place subtraction: the fp32 cast and the shifted copy both exist
+FIRST_LOSS = (
+    LossTensor(name="logits", dtype="compute"),
+    LossTensor(name="float", dtype="fp32", backward=False),
+    LossTensor(name="softmax", dtype="fp32"),
+    LossTensor(name="gradient", dtype="compute", forward=False, head=True),
+)
 
 STACK = Stack(
     name="megatron-deepspeed",
@@ -19,14 +26,17 @@ STACK = Stack(
         StateLine(term="optimizer/master", dtype="master", zero=1, source=SOURCE),
         StateLine(term="optimizer/exp_avg", dtype="moment", zero=1, source=SOURCE),
         StateLine(term="optimizer/exp_avg_sq", dtype="moment", zero=1, source=SOURCE),
+        # the fp32 gradients of the partition, made for the update
+        StateLine(term="optimizer/temporaries", dtype="fp32", alive=Alive.STEP, zero=1, source=SOURCE),
     ),
     saving=EAGER,
     attention="eager",
-    loss={"cross_entropy": NATIVE_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
+    loss={"cross_entropy": FIRST_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     padded_vocab=128,
     shards_over_cp=False,
     context=Context(device=600 * MIB, communicator=96 * MIB),
-    allocator=Allocator(activations=0.1, fixed=64 * MIB, sigma=0.06),
+    buckets=(2, 500_000_000),  # reduce_bucket_size and allgather_bucket_size, DeepSpeed's defaults
+    allocator=Allocator(activations=0.35, step=1.0, fixed=2048 * MIB, sigma=0.06),
     overlaps_gradient_reduction=False,
     overlaps_parameter_gather=False,
     sources=(SOURCE, "bigscience-workshop/Megatron-DeepSpeed megatron/model/transformer.py"),
