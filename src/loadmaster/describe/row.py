@@ -20,6 +20,7 @@ from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
 from loadmaster.describe.row_model import row_model
 from loadmaster.describe.stack import Stack
+from loadmaster.describe.stacks.saving import FUSED
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
 
@@ -184,7 +185,9 @@ def _loss(notes: str) -> str:
     """SimuMax's runs fuse the loss with Transformer Engine's kernel, Megatron's tests with its own functions."""
     if "cross-entropy loss fusion on" in notes or "liger fused linear cross-entropy" in notes:
         return "fused" if "liger" not in notes else "chunked"
-    return "fused_native" if "cross-entropy-loss-fusion" in notes else "cross_entropy"
+    if "cross-entropy-loss-fusion" in notes or "fused ops/kernels" in notes:
+        return "fused_native"
+    return "cross_entropy"
 
 
 def _layout(row: Row) -> Layout:
@@ -260,6 +263,8 @@ _PRECISIONS: tuple[tuple[str, str], ...] = (
 
 def _precision(row: Row) -> str:
     text = row.get("precision", "").lower()
+    if "fp32 sharded master params" in row.get("notes", ""):
+        return "bf16-mixed"  # FSDP under accelerate's mixed precision: the shards are fp32
     for pattern, name in _PRECISIONS:
         if re.search(pattern, text) and name:
             return name
@@ -269,7 +274,7 @@ def _precision(row: Row) -> str:
 # ---- stack and what was measured
 
 _FRAMEWORKS: tuple[tuple[str, str], ...] = (
-    ("nanotron", "nanotron"), ("megatron-deepspeed", "megatron-deepspeed"), ("kempnerforge", "fsdp2"),
+    ("nanotron", "nanotron"), ("megatron-deepspeed", "megatron-deepspeed"), ("kempnerforge", "kempnerforge"),
     ("torchtitan", "torchtitan"), ("llm-foundry", "composer"), ("composer", "composer"), ("megatron", "megatron"),
     ("nemo", "megatron"), ("primus", "megatron"), ("deepspeed", "deepspeed"), ("hf trainer", "accelerate"),
     ("torchtune", "accelerate"), ("litgpt", "accelerate"), ("fms-fsdp", "fsdp2"), ("internevo", "megatron"),
@@ -286,6 +291,8 @@ def _stack(row: Row) -> Stack:
     old = "megatron-core" in text and not row.get("attn_kernel") and "env lts" in row.get("notes", "")
     if row.get("attn_kernel", "") in ("unfused", "local") or old:
         changes["attention"] = "eager"
+    if "fused ops/kernels" in row.get("notes", ""):
+        changes["saving"] = FUSED
     if "CP by all-to-all" in row.get("notes", ""):
         changes["attention"] = "flash_all_to_all"
     if "deterministic-mode" in row.get("notes", ""):
@@ -324,6 +331,8 @@ _UNSAID: tuple[tuple[str, _Test], ...] = (
     ("micro-batch", lambda r: not r.get("micro_batch")),
     ("sharding", lambda r: not r.get("sharding")),
     ("vocabulary", lambda r: not r.get("vocab")),
+    ("recompute (the software's default)", lambda r: "AC = config defaults" in r.get("notes", "")),
+    ("version, and with it the loss", lambda r: r.get("framework") == "torchtitan" and "B200" in r.get("gpu", "")),
     ("device", lambda r: not r.get("gpu")),
     ("sequence length (it varies)", lambda r: "variable" in r.get("notes", "").lower()),
 )

@@ -40,6 +40,8 @@ def row_model(row: Row) -> Model:
     name = row["model"].lower()
     if "hybrid" in name or "mamba" in name or "nemotron" in name:
         raise InvalidInput("row.model", row["model"], "mixes state-space layers in", "no family describes it")
+    if "printed dims give" in row.get("notes", ""):
+        raise InvalidInput("row.model", row["model"], "has dimensions that contradict its printed size", "check them")
     return _build(row["model"], tuple(sorted(_config(row, name).items())))
 
 

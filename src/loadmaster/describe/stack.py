@@ -23,7 +23,7 @@ __all__ = ["STACKS", "Alive", "Allocator", "Context", "Extra", "Kept", "LossTens
 # name on the command line -> module below describe.stacks
 STACKS = {
     "loadmaster": "loadmaster", "megatron": "megatron", "megatron-deepspeed": "megatron_deepspeed",
-    "nanotron": "nanotron", "fsdp2": "fsdp2", "torchtitan": "torchtitan", "deepspeed": "deepspeed",
+    "nanotron": "nanotron", "fsdp2": "fsdp2", "kempnerforge": "kempnerforge", "torchtitan": "torchtitan", "deepspeed": "deepspeed",
     "accelerate": "accelerate", "hf-trainer": "accelerate", "composer": "composer", "llm-foundry": "composer",
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ class Alive(StrEnum):
     ALWAYS = "always"
     BACKWARD = "backward"  # while a backward runs
     STEP = "step"  # in the optimizer step only
-    WINDOW = "window"  # from the first to the last micro-batch of a step that has more than one
+    LAZY = "lazy"  # made by a first backward, gone after the optimizer step
 
 
 class Size(StrEnum):
@@ -160,6 +160,7 @@ class Stack:
         loss: tensors as large as the logits, by `Workload.loss`.
         attention: ``flash``, ``flash_all_to_all`` (under context parallelism) or ``eager`` (scores in memory).
         selective: kinds whose extras are recomputed under recompute=selective.
+        selective_matmuls: recompute=selective keeps the block's input, the attention and every second matrix product.
         gathered_layers: whole layers alive at once under ZeRO-3.
         root_gathered: embedding and head stay gathered for the step.
         retains_unsharded: without `reduce_each_micro_batch`, gradients stay whole (in the reduce dtype) over a window.
@@ -186,6 +187,7 @@ class Stack:
     fused: tuple[tuple[OpKind, OpKind], ...] = ()
     attention: str = "flash"
     selective: tuple[OpKind, ...] = (OpKind.ATTENTION,)
+    selective_matmuls: bool = False
     gathered_layers: int = 2
     root_gathered: bool = True
     retains_unsharded: bool = False
@@ -207,7 +209,6 @@ class Stack:
     overlaps_pipeline_send: bool = False
     overlaps_tensor_parallel: bool = False
     compiled: bool = False
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     sources: tuple[str, ...] = ()
 
     @staticmethod
@@ -230,7 +231,10 @@ class Stack:
         >>> Stack.named("megatron").variant(attention="eager").attention
         'eager'
         """
-        return _variant(self, tuple(sorted(changes.items()))) if changes else self
+        key = (self, *((name, id(value) if isinstance(value, Mapping) else value) for name, value in changes.items()))
+        if changes and key not in _VARIANTS:
+            _VARIANTS[key] = replace(self, **changes)
+        return _VARIANTS[key] if changes else self
 
     def precision(self, name: str) -> Precision:
         """The dtypes it uses when a layout says `name`."""
@@ -249,9 +253,9 @@ class Stack:
         return self.loss.get(loss, self.loss["cross_entropy"])
 
     def bytes_per_param(self, precision: str) -> int:
-        """Bytes a parameter that always exist on one rank, nothing sharded (two moments)."""
+        """Bytes a parameter of weights, gradients and state on one rank, nothing sharded (two moments)."""
         dtypes = self.precision(precision)
-        return sum(s.bytes_each(dtypes) for s in self.state if s.alive is Alive.ALWAYS and not s.when)
+        return sum(s.bytes_each(dtypes) for s in self.state if s.alive in (Alive.ALWAYS, Alive.LAZY) and not s.when)
 
 
 @cache
@@ -261,6 +265,4 @@ def _load(module: str) -> Stack:
     return stack
 
 
-@cache
-def _variant(stack: Stack, changes: tuple[tuple[str, Any], ...]) -> Stack:
-    return replace(stack, **dict(changes))
+_VARIANTS: dict[tuple[Any, ...], Stack] = {}  # equal changes give one object, which the laws' caches know by identity

@@ -84,6 +84,8 @@ def root(values: dict[str, Value], name: str) -> Value:
 def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: bool = False) -> tuple[SavedTensor, ...]:
     """The union of what the block's ops keep, in op order; `selective` drops the extras that are recomputed."""
     values = {v.name: v for v in block.values}
+    if selective and stack.selective_matmuls and block.attention is not None:
+        return _every_second_matmul(block, stack, precision, values)
     hidden = unwritten(block, stack)
     routed = _routed(block)
     partial = _partial_views(block, stack, values) if stack.copies_views else frozenset()
@@ -102,6 +104,26 @@ def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: b
             tensor = _of_extra(op, extra, values, precision)
             if tensor is not None:
                 found[tensor.name] = tensor
+    return tuple(found.values())
+
+
+def _every_second_matmul(
+    block: Block, stack: Stack, precision: Precision, values: dict[str, Value]
+) -> tuple[SavedTensor, ...]:
+    """The block's input, the attention's output and statistics, and every second product counting from the first."""
+    found: dict[str, SavedTensor] = {}
+    first = values[block.input]
+    found[first.name] = _of_value(block.ops[0], first, precision, False)
+    matmuls = [op for op in block.ops if op.kind is OpKind.MATMUL][::2]
+    for op in block.ops:
+        if op in matmuls or op.kind is OpKind.ATTENTION:
+            output = root(values, op.outputs[0])
+            found[output.name] = _of_value(op, output, precision, False)
+        if op.kind is OpKind.ATTENTION:
+            for extra in stack.kept(op).extra:
+                tensor = _of_extra(op, extra, values, precision)
+                if tensor is not None:
+                    found[tensor.name] = tensor
     return tuple(found.values())
 
 

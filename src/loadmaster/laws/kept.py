@@ -85,6 +85,8 @@ def backward_terms(run: Run, placement: Placement) -> Terms:
         if run.layout.recompute in ("full", "blocks"):
             whole: Number = sum(block_terms(run, block).values())
             again = greater(again, (whole - input_polynomial(block, run.precision)(run.shape)) * present)
+        elif run.layout.recompute == "selective":
+            again = greater(again, _recomputed_in_backward(run, block) * present)
     if run.layout.recompute == "blocks":
         again = where(run.layout.recompute_blocks > 0, again, 0)
     return {"transient": transient, "activations/recomputed": again}
@@ -97,4 +99,13 @@ def _transient(run: Run, block: Block) -> Number:
         for polynomial in backward_transients(block, run.stack, run.precision):
             worst = greater(worst, polynomial(run.shape))
         run.known[key] = worst
+    return run.known[key]
+
+
+def _recomputed_in_backward(run: Run, block: Block) -> Number:
+    """What a block's backward makes again under selective recompute: all it would keep, less what it kept."""
+    key = ("again", id(block))
+    if key not in run.known:
+        whole = [p(run.shape) for _, _, p in activation_polynomials(block, run.stack, run.precision, False)]
+        run.known[key] = greater(sum(whole) - sum(block_terms(run, block).values()), 0)
     return run.known[key]

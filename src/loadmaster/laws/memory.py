@@ -134,15 +134,19 @@ class _Stage:
         kept = kept_terms(run, placement, per_chunk(layout.schedule, chunks, most=most, **pipe))
         left = per_chunk(layout.schedule, greater(chunks - layout.virtual_stages, 0), most=most, **pipe)
         params = rank_params(run, placement)
-        around = {**_gathered(run, placement), "batch": run.tokens * 16}
-        end = (kept_terms(run, placement, left), around, state_lines(run, params, Alive.BACKWARD))
+        gathered = {**_gathered(run, placement), "batch": run.tokens * 16}
+        around = dict(gathered)
+        lazy = state_lines(run, params, Alive.LAZY)
+        later = where(run.micro_batches > 1, 1, 0)  # a second micro-batch finds the gradients of the first
+        around.update({name: around.get(name, 0) + number * later for name, number in lazy.items()})
+        end = ({**kept_terms(run, placement, left), **gathered, **lazy}, state_lines(run, params, Alive.BACKWARD))
         return cls(
             index=index, always=whole_state(run, params, placement), outside=_context(run),
             events=(
                 *(("loss", (kept, around, terms)) for terms in loss_events(run, placement)),
                 ("backward", (kept, around, backward_terms(run, placement))),
                 ("end of backward", end),
-                ("optimizer step", (state_lines(run, params, Alive.STEP),)),
+                ("optimizer step", (lazy, state_lines(run, params, Alive.STEP))),
             ),
         )  # fmt: skip
 

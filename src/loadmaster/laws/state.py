@@ -113,7 +113,8 @@ def block_params(run: Run, block: Block, *, trainable: bool = False, with_tied: 
     layout = run.layout
     run.known[key] = result = held(
         weight_classes(block, run.model.vocab_size, with_tied), tp=layout.tp, ep=layout.ep, expert_tp=layout.tp,
-        padded_vocab=run.padded_vocab, splits_vocab=run.stack.splits_embedding, trainable=trainable,
+        padded_vocab=run.padded_vocab,
+        splits_vocab=run.stack.splits_embedding or block is not run.model.embedding, trainable=trainable,
     )  # fmt: skip
     return result
 

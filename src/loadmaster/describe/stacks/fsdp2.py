@@ -22,7 +22,7 @@ STACK = Stack(
     loss={"cross_entropy": EAGER_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     retains_unsharded=True,
     splits_vocab=False,
-    splits_embedding=False,
+    splits_embedding=False,  # the token table is replicated over tp, the head is not
     context=Context(device=600 * MIB, communicator=64 * MIB),
     allocator=Allocator(activations=0.06, fixed=64 * MIB),
     sources=(FSDP, "KempnerInstitute/KempnerForge kempnerforge/distributed/parallel.py"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from loadmaster.describe.op import OpKind
 from loadmaster.describe.stack import Extra, Kept, LossTensor, Size
 
-__all__ = ["CHUNKED_LOSS", "EAGER", "EAGER_LOSS", "FUSED", "FUSED_LOSS", "LSE", "ONE_INPUT"]
+__all__ = ["CHUNKED_LOSS", "COMPILED_LOSS", "EAGER", "EAGER_LOSS", "FUSED", "FUSED_LOSS", "LSE", "ONE_INPUT"]
 
 ONE_INPUT = Kept(inputs=(0,))
 NOTHING = Kept()
@@ -87,6 +87,12 @@ EAGER_LOSS = (
     LossTensor(name="gradient of log_softmax", dtype="fp32", forward=False),
     LossTensor(name="gradient of float", dtype="fp32", forward=False),
     LossTensor(name="gradient", dtype="compute", forward=False, backward=False, head=True),
+)
+# the cast is fused into both directions: the logits, their log-softmax in fp32 and the gradient in the compute dtype
+COMPILED_LOSS = (
+    LossTensor(name="logits", dtype="compute"),
+    LossTensor(name="log_softmax", dtype="fp32"),
+    LossTensor(name="gradient", dtype="compute", forward=False, head=True),
 )
 # one kernel writes the gradient over the logits
 FUSED_LOSS = (LossTensor(name="logits", dtype="compute", head=True),)

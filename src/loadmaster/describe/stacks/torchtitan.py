@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loadmaster.describe.stack import Allocator
 from loadmaster.describe.stacks.fsdp2 import STACK as FSDP2
 from loadmaster.describe.stacks.saving import FUSED
+from loadmaster.units import MIB
 
 TITAN = "pytorch/torchtitan torchtitan/distributed/fsdp.py"
 
@@ -17,6 +19,7 @@ STACK = replace(
     compiled=True,
     splits_vocab=True,
     splits_embedding=True,
-    options={"selective": "every second matmul"},
+    selective_matmuls=True,
+    allocator=Allocator(activations=0.01, fixed=64 * MIB, sigma=0.06),
     sources=(TITAN, "pytorch/torchtitan torchtitan/distributed/activation_checkpoint.py"),
 )
