@@ -18,6 +18,7 @@ from typing import Any
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
+from loadmaster.describe.op import OpKind
 from loadmaster.describe.row_model import row_model
 from loadmaster.describe.stack import Stack
 from loadmaster.describe.stacks.saving import FUSED
@@ -183,7 +184,7 @@ def _workload(row: Row, layout: Layout, dp: int) -> Workload:
 
 def _loss(notes: str) -> str:
     """SimuMax's runs fuse the loss with Transformer Engine's kernel, Megatron's tests with its own functions."""
-    if "cross-entropy loss fusion on" in notes or "liger fused linear cross-entropy" in notes:
+    if "cross-entropy loss fusion on" in notes or "liger fused" in notes:
         return "fused" if "liger" not in notes else "chunked"
     if "cross-entropy-loss-fusion" in notes or "fused ops/kernels" in notes:
         return "fused_native"
@@ -202,9 +203,19 @@ def _layout(row: Row) -> Layout:
     return Layout(
         dp_replicate=dp // shard, dp_shard=shard, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero,
         sequence_parallel=row.get("sp") == "1" and tp > 1, micro_batch_size=_int(row, "micro_batch"),
-        virtual_stages=virtual if pp > 1 else 1, schedule=_schedule(row, virtual), precision=_precision(row),
-        **_recompute(row),
+        offload_optimizer=_offloads_optimizer(row), virtual_stages=virtual if pp > 1 else 1,
+        schedule=_schedule(row, virtual), precision=_precision(row), **_recompute(row),
     )  # fmt: skip
+
+
+def _offloads_optimizer(row: Row) -> bool:
+    """Whether moments lie on the host; any other offload is refused."""
+    text = row.get("offload", "").lower()
+    if text and not text.startswith("optimizer (cpu"):
+        raise InvalidInput(
+            "row.offload", row["offload"], "is an offload the laws do not have", "none, or the optimizer"
+        )
+    return bool(text)
 
 
 def _sharding(row: Row, dp: int) -> tuple[int, int]:
@@ -226,6 +237,9 @@ def _sharding(row: Row, dp: int) -> tuple[int, int]:
 
 def _schedule(row: Row, virtual: int) -> str:
     notes = row.get("notes", "").lower()
+    for word in ("vocab-1", "vocab-2", "interlaced"):
+        if word in notes:
+            raise InvalidInput("row.notes", word, "spreads the vocabulary over stages", "give the plain placement")
     for word, name in (("zb-v", "zb_v"), ("zbv", "zb_v"), ("zb-1", "zb_h1"), ("zb-2", "zb_h2"), ("v-half", "v_half")):
         if word in notes:
             if name not in ("zb_v", "zb_h1"):
@@ -291,8 +305,11 @@ def _stack(row: Row) -> Stack:
     old = "megatron-core" in text and not row.get("attn_kernel") and "env lts" in row.get("notes", "")
     if row.get("attn_kernel", "") in ("unfused", "local") or old:
         changes["attention"] = "eager"
-    if "fused ops/kernels" in row.get("notes", ""):
+    liger = "liger" in text or "with liger" in row.get("notes", "").lower()
+    if "fused ops/kernels" in row.get("notes", "") or liger:
         changes["saving"] = FUSED
+    if liger:
+        changes["fused"] = ((OpKind.ACTIVATION, OpKind.MULTIPLY),)
     if "CP by all-to-all" in row.get("notes", ""):
         changes["attention"] = "flash_all_to_all"
     if "deterministic-mode" in row.get("notes", ""):

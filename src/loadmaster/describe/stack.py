@@ -23,7 +23,8 @@ __all__ = ["STACKS", "Alive", "Allocator", "Context", "Extra", "Kept", "LossTens
 # name on the command line -> module below describe.stacks
 STACKS = {
     "loadmaster": "loadmaster", "megatron": "megatron", "megatron-deepspeed": "megatron_deepspeed",
-    "nanotron": "nanotron", "fsdp2": "fsdp2", "kempnerforge": "kempnerforge", "torchtitan": "torchtitan", "deepspeed": "deepspeed",
+    "nanotron": "nanotron", "fsdp2": "fsdp2", "kempnerforge": "kempnerforge", "torchtitan": "torchtitan",
+    "deepspeed": "deepspeed",
     "accelerate": "accelerate", "hf-trainer": "accelerate", "composer": "composer", "llm-foundry": "composer",
 }  # fmt: skip
 
@@ -162,6 +163,7 @@ class Stack:
         selective: kinds whose extras are recomputed under recompute=selective.
         selective_matmuls: recompute=selective keeps the block's input, the attention and every second matrix product.
         gathered_layers: whole layers alive at once under ZeRO-3.
+        live_parameters: gathered elements kept at most under ZeRO-3, whatever the layers (0: by layers).
         root_gathered: embedding and head stay gathered for the step.
         retains_unsharded: without `reduce_each_micro_batch`, gradients stay whole (in the reduce dtype) over a window.
         splits_vocab: tensor parallelism divides logits; splits_embedding: and the embedding's table.
@@ -190,6 +192,7 @@ class Stack:
     selective_matmuls: bool = False
     gathered_layers: int = 2
     root_gathered: bool = True
+    live_parameters: int = 0
     retains_unsharded: bool = False
     splits_vocab: bool = True
     splits_embedding: bool = True

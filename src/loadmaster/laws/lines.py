@@ -57,6 +57,8 @@ def _line_bytes(run: Run, line: StateLine, params: Held) -> Number:
     if line.zero is not None:
         sharded = params.sharded(run.shards, run.expert_shards)
         whole = where(run.layout.zero >= line.zero, sharded, whole)
+    if line.term.startswith("optimizer/"):
+        whole = where(run.layout.offload_optimizer, 0, whole)
     return whole * each * _exists(run, line.when)
 
 

@@ -190,6 +190,9 @@ def _gathered(run: Run, placement: Placement) -> Terms:
     layout = run.layout
     if not np.any(np.asarray(layout.zero) >= 3):
         return {}
+    if run.stack.live_parameters:
+        live = lesser(rank_params(run, placement).total, run.stack.live_parameters) * run.compute_bytes
+        return {"buffers/all_gather": where((layout.zero >= 3) & (run.shards > 1), live, 0)}
     largest: Number = 0
     for block, count in placement.blocks:
         largest = greater(largest, where(count > 0, block_params(run, block).total, 0))

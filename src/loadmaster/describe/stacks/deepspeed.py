@@ -22,7 +22,9 @@ STACK = Stack(
     saving=EAGER,
     loss={"cross_entropy": EAGER_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     shards_over_cp=False,
+    live_parameters=1_000_000_000,  # stage3_max_live_parameters
+    buckets=(2, 500_000_000),  # reduce_bucket_size, twice under overlap_comm
     context=Context(device=600 * MIB, communicator=64 * MIB),
-    allocator=Allocator(activations=0.08, fixed=64 * MIB, sigma=0.06),
+    allocator=Allocator(activations=0.0, fixed=3072 * MIB, sigma=0.08),
     sources=(ZERO,),
 )
