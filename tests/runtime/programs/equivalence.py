@@ -1,5 +1,6 @@
 """Every way to lay the data axes out, against one process: loss, norm, gradients, weights, state."""
 
+import dataclasses
 import sys
 
 from tiny import batched, difference, finish, sequences, start, tiny, whole
@@ -29,27 +30,30 @@ def whole_of(layout, shards):
     return {(s.name, s.kind): s.tensor.detach().clone().double() for s in shards}
 
 
+def compare(layout, algorithm, per_batch, reference):
+    results, gradients, state = run(layout, per_batch, rank, algorithm)
+    pairs = list(zip(results, reference[0], strict=True))
+    return {
+        "layout": layout.describe(), "algorithm": algorithm, "per_batch": per_batch,
+        "loss": max(abs(a.loss / b.loss - 1) for a, b in pairs),
+        "norm": max(abs(a.grad_norm / b.grad_norm - 1) for a, b in pairs),
+        "gradient": difference(gradients, reference[1], "grad"),
+        "weight": difference(state, reference[2], "param"),
+        "exp_avg": difference(state, reference[2], "exp_avg"),
+    }  # fmt: skip
+
+
 rank, size = start()
 shapes = [(size, 1), (1, size)] + ([(2, size // 2)] if size > 2 else [])
 rows = []
-for per_batch in (1, 2):
+for per_batch in (1, SEQUENCES // size):  # several micro-batches a rank, and one
     reference = run(Layout(precision="fp32"), per_batch, 0)
     for replicate, shard in shapes:
-        for zero in range(4):
-            if zero and shard == 1:
-                continue
-            for algorithm in ("direct", "ring", "backend") if per_batch == 2 else ("direct",):
-                layout = Layout(
-                    dp_replicate=replicate, dp_shard=shard, zero=zero, precision="fp32", bucket_bytes=8192,
-                    recompute="full" if per_batch == 1 else "none",
-                )  # fmt: skip
-                results, gradients, state = run(layout, per_batch, rank, algorithm)
-                rows.append({
-                    "layout": layout.describe(), "algorithm": algorithm, "per_batch": per_batch,
-                    "loss": max(abs(a.loss / b.loss - 1) for a, b in zip(results, reference[0], strict=True)),
-                    "norm": max(abs(a.grad_norm / b.grad_norm - 1) for a, b in zip(results, reference[0], strict=True)),
-                    "gradient": difference(gradients, reference[1], "grad"),
-                    "weight": difference(state, reference[2], "param"),
-                    "exp_avg": difference(state, reference[2], "exp_avg"),
-                })  # fmt: skip
+        for zero in range(4 if shard > 1 else 1):
+            layout = Layout(dp_replicate=replicate, dp_shard=shard, zero=zero, precision="fp32", bucket_bytes=8192)
+            if per_batch == 1:
+                layout = dataclasses.replace(layout, recompute="full")
+            rows.append(compare(layout, "direct", per_batch, reference))
+            if size == 2 and per_batch > 1:
+                rows += [compare(layout, name, per_batch, reference) for name in ("ring", "backend")]
 finish(rows)

@@ -78,11 +78,13 @@ def whole(shards: Iterator[StateShard]) -> dict[tuple[str, str], Tensor]:
 
 
 def difference(a: dict[tuple[str, str], Tensor], b: dict[tuple[str, str], Tensor], kind: str) -> float:
-    """Largest |a - b| over the largest |b| of each tensor of `kind`."""
+    """|a - b| / |b| (Euclidean): the worst tensor's of gradients; over all tensors together of anything else."""
     keys = [k for k in b if k[1] == kind]
     assert keys
     assert {k for k in a if k[1] == kind} == set(keys)
-    return max(float((a[k] - b[k]).abs().max() / b[k].abs().max().clamp_min(1e-30)) for k in keys)
+    if kind == "grad":
+        return max(float((a[k] - b[k]).norm() / b[k].norm().clamp_min(1e-30)) for k in keys)
+    return float(torch.cat([a[k] - b[k] for k in keys]).norm() / torch.cat([b[k] for k in keys]).norm())
 
 
 def start() -> tuple[int, int]:
