@@ -39,7 +39,9 @@ def ours(module, stage, size, window, args):
     from loadmaster.describe.layout import Layout
     from loadmaster.runtime import OptimizerConfig, build
 
-    layout = Layout(dp_shard=size, zero=stage, precision="fp32") if stage else Layout(dp_replicate=size, precision="fp32")
+    layout = (
+        Layout(dp_shard=size, zero=stage, precision="fp32") if stage else Layout(dp_replicate=size, precision="fp32")
+    )
     engine = build(module, layout, optimizer=OptimizerConfig(lr=1e-4, max_grad_norm=1.0))
     return lambda: engine.step(window).loss
 
@@ -105,7 +107,10 @@ def rank_main(args):
             "theirs": theirs(model(args.width, args.layers, args.vocab), other, size, window, args),
         }
     else:
-        make = {"ours": lambda m: ours(m, stage, size, window, args), "theirs": lambda m: theirs(m, other, size, window, args)}
+        make = {
+            "ours": lambda m: ours(m, stage, size, window, args),
+            "theirs": lambda m: theirs(m, other, size, window, args),
+        }
         sides = {args.side: make[args.side](model(args.width, args.layers, args.vocab))}
     seconds = {name: [] for name in sides}
     losses = {name: [] for name in sides}
@@ -175,7 +180,9 @@ def main():
                     row[f"{side}_peak_bytes"] = launch(args, ranks, case, side)["resident"]
             rows.append(row)
             if not args.json:
-                print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+                print(
+                    " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True
+                )
     if args.json:
         print(json.dumps({"model": {"width": args.width, "layers": args.layers, "vocab": args.vocab}, "rows": rows}))
     return None

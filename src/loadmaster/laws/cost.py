@@ -17,6 +17,7 @@ from loadmaster.laws.flops import flops
 from loadmaster.laws.interval import Interval, memory_interval, time_interval
 from loadmaster.laws.memory import memory_peak
 from loadmaster.laws.step import step_interval, time_terms
+from loadmaster.laws.traffic import traffic_terms
 from loadmaster.ledger import Ledger
 from loadmaster.program.legal import check, padded_vocab
 from loadmaster.program.stages import Stage, assign_stages
@@ -172,7 +173,7 @@ def price(
     time = Ledger("seconds", _plain(time_terms(model, cluster, workload, layout, chosen)))
     return Cost(
         model=model, cluster=cluster, workload=workload, layout=layout, stack=chosen.name, memory=memory, time=time,
-        traffic=Ledger("bytes", {}),
+        traffic=Ledger("bytes", traffic_terms(model, workload, layout)),
         flops=_plain(flops(model, workload, layout)),
         rank=int(peak.stage) * (layout.world_size // layout.pp),
         peak_event=str(peak.event),

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import lcm
+from typing import Any
 
-from loadmaster.program.params import Parameter, ParameterTable
+from loadmaster.describe.precision import BYTES, Precision
+from loadmaster.program.params import HEAD, Parameter, ParameterTable
 
-__all__ = ["ALIGNMENT", "Bucket", "Entry", "bucket_table", "unit_table"]
+__all__ = ["ALIGNMENT", "Bucket", "Entry", "bucket_table", "buckets_of", "stage_in_force", "unit_table"]
 
 ALIGNMENT = 256  # elements
 
@@ -87,6 +89,28 @@ def make_bucket(
     )  # fmt: skip
 
 
+def stage_in_force(layout: Any) -> int:
+    """ZeRO stage that acts: 0 where there is nothing to shard over."""
+    return layout.zero if layout.dp_shard > 1 else 0
+
+
+def buckets_of(params: ParameterTable, layout: Any) -> tuple[Bucket, ...]:
+    """The flat buffers of a layout: what the runtime allocates and the laws count.
+
+    >>> from loadmaster.describe.layout import Layout
+    >>> table = ParameterTable.from_named([("a", (1000,), 0, True), ("b", (1000,), 1, True)])
+    >>> [b.numel for b in buckets_of(table, Layout(dp_shard=4, zero=3))]
+    [1024, 1024]
+    """
+    shards, replicas = layout.dp_shard, layout.dp_replicate
+    if stage_in_force(layout) == 3:
+        return unit_table(params, num_shards=shards, num_replicas=replicas)
+    element = BYTES[Precision.named(layout.precision).grad]
+    return bucket_table(
+        params, bucket_bytes=layout.bucket_bytes, element_bytes=element, num_shards=shards, num_replicas=replicas
+    )
+
+
 def bucket_table(
     params: ParameterTable, *, bucket_bytes: int, element_bytes: int, num_shards: int, num_replicas: int = 1
 ) -> tuple[Bucket, ...]:
@@ -101,7 +125,7 @@ def bucket_table(
     buckets: list[Bucket] = []
     cap = max(bucket_bytes // element_bytes, 1)
     open_rows: dict[str, list[Parameter]] = {}
-    for row in reversed(params.trained):
+    for row in sorted(params.trained, key=_forward_key, reverse=True):
         rows = open_rows.setdefault(row.group, [])
         if rows and sum(_round_up(r.numel, ALIGNMENT) for r in rows) + row.numel > cap:
             buckets.append(make_bucket(len(buckets), rows, num_shards=num_shards, num_replicas=num_replicas))
@@ -121,7 +145,7 @@ def unit_table(params: ParameterTable, *, num_shards: int, num_replicas: int = 1
     >>> [(b.unit, b.trainable, [e.name for e in b.entries]) for b in unit_table(table, num_shards=2)]
     [(1, False, ['y']), (0, True, ['x']), (-1, True, ['e'])]
     """
-    keyed = sorted(params.stored, key=_unit_key)
+    keyed = sorted(params.stored, key=lambda row: (*_unit_key(row), _forward_key(row)))
     buckets: list[Bucket] = []
     for (unit, trainable, _), rows in groupby(keyed, key=lambda r: (_unit(r), r.trainable, r.group)):
         buckets.append(
@@ -134,6 +158,11 @@ def unit_table(params: ParameterTable, *, num_shards: int, num_replicas: int = 1
 def num_elements(buckets: Iterable[Bucket]) -> int:
     """Elements of all buckets, padding included."""
     return sum(bucket.numel for bucket in buckets)
+
+
+def _forward_key(row: Parameter) -> tuple[int, str]:
+    """Layers in forward order, by name inside: a described model and a real module then agree on the table."""
+    return (1 << 30 if row.layer == HEAD else row.layer), row.name
 
 
 def _unit(row: Parameter) -> int:

@@ -10,15 +10,14 @@ from types import MappingProxyType
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
-from loadmaster.describe.precision import BYTES, Precision
 from loadmaster.describe.workload import Workload
-from loadmaster.program.buckets import Bucket, bucket_table, unit_table
+from loadmaster.program.buckets import Bucket, buckets_of, stage_in_force
 from loadmaster.program.legal import check
 from loadmaster.program.params import ParameterTable
 from loadmaster.program.ring import Transfer, all_gather_table, reduce_scatter_table
 from loadmaster.program.schedule import Schedule, build_schedule
 from loadmaster.program.segments import recomputed_blocks
-from loadmaster.program.shards import Range, owned_ranges
+from loadmaster.program.shards import Range, owned_ranges, whole_ranges
 from loadmaster.program.stages import Stage, assign_stages
 from loadmaster.program.window import Action, window_actions
 
@@ -49,7 +48,9 @@ class Program:
     @cached_property
     def shards(self) -> tuple[tuple[Range, ...], ...]:
         """Ranges of parameters that each rank of `dp_shard` owns, all buckets in turn."""
-        count = self.layout.dp_shard if self.layout.zero else 1
+        if stage_in_force(self.layout) == 0:
+            return (tuple(r for bucket in self.buckets for r in whole_ranges(bucket)),)
+        count = self.layout.dp_shard
         return tuple(tuple(r for bucket in self.buckets for r in owned_ranges(bucket, k)) for k in range(count))
 
     def ring(self, rank: int) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
@@ -80,24 +81,13 @@ def lower(model: Model, workload: Workload, layout: Layout, cluster: Cluster | N
         workload=workload,
         params=params,
         stages=stages,
-        buckets=_buckets(params, layout),
+        buckets=buckets_of(params, layout),
         schedule=build_schedule(
             layout.schedule, pp=layout.pp, num_micro_batches=count, virtual_stages=layout.virtual_stages
         ),
         segments=_segments(stages, layout),
         window=window_actions(count, count, zero=layout.zero, reduce_each=layout.reduce_each_micro_batch),
     )
-
-
-def _buckets(params: ParameterTable, layout: Layout) -> tuple[Bucket, ...]:
-    if layout.zero == 3:
-        return unit_table(params, num_shards=layout.dp_shard, num_replicas=layout.dp_replicate)
-    element = BYTES[Precision.named(layout.precision).grad]
-    shards = layout.dp_shard if layout.zero else 1
-    return bucket_table(
-        params, bucket_bytes=layout.bucket_bytes, element_bytes=element, num_shards=shards,
-        num_replicas=layout.dp_replicate,
-    )  # fmt: skip
 
 
 def _segments(stages: tuple[Stage, ...], layout: Layout) -> Mapping[int, tuple[int, ...]]:

@@ -11,7 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Algorithm", "Transfer", "all_gather_table", "reduce_scatter_table", "replay_all_gather", "replay_sum"]
+__all__ = [
+    "Algorithm",
+    "Transfer",
+    "all_gather_table",
+    "pieces",
+    "reduce_scatter_table",
+    "replay_all_gather",
+    "replay_sum",
+]
 
 
 class Algorithm(StrEnum):
@@ -69,6 +77,16 @@ def all_gather_table(num_ranks: int, rank: int, algorithm: Algorithm = Algorithm
         Transfer(step=s, send_to=(r + s + 1) % n, send_chunk=r, recv_from=(r - s - 1) % n, recv_chunk=(r - s - 1) % n)
         for s in range(n - 1)
     )
+
+
+def pieces(chunk: int, num_ranks: int, piece_bytes: int, element_bytes: int) -> list[tuple[int, int]]:
+    """How a chunk is cut to be summed, so that what arrives at once from all ranks is at most `piece_bytes`.
+
+    >>> pieces(1000, 2, 4096, 4)
+    [(0, 512), (512, 1000)]
+    """
+    step = max(piece_bytes // num_ranks // element_bytes, 1)
+    return [(low, min(low + step, chunk)) for low in range(0, chunk, step)]
 
 
 def replay_sum(num_ranks: int, algorithm: Algorithm) -> list[frozenset[int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loadmaster.program.buckets import Bucket
 
-__all__ = ["Range", "owned_elements", "owned_ranges", "split_range"]
+__all__ = ["Range", "owned_elements", "owned_ranges", "split_range", "whole_ranges"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,11 @@ def owned_ranges(bucket: Bucket, rank: int) -> tuple[Range, ...]:
         if start < stop:
             found.append(Range(name=entry.name, start=start, stop=stop, offset=entry.offset + start - low))
     return tuple(found)
+
+
+def whole_ranges(bucket: Bucket) -> tuple[Range, ...]:
+    """Every parameter of the bucket whole: what each rank updates at stage 0."""
+    return tuple(Range(name=e.name, start=0, stop=e.numel, offset=e.offset) for e in bucket.entries)
 
 
 def owned_elements(buckets: Iterable[Bucket], rank: int) -> int:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.precision import Precision
 from loadmaster.errors import InvalidInput
-from loadmaster.program.buckets import Bucket, bucket_table, unit_table
-from loadmaster.program.params import EMBEDDING, Parameter, ParameterTable
+from loadmaster.program.buckets import Bucket, buckets_of, stage_in_force
+from loadmaster.program.params import EMBEDDING, HEAD, Parameter, ParameterTable
 from loadmaster.program.ring import Algorithm
 from loadmaster.program.shards import Range
 from loadmaster.runtime.accumulate import batch_dependent_layers
@@ -146,7 +146,7 @@ def assemble(
 ) -> Assembly:  # fmt: skip
     """Build the assembly; collective over all data ranks."""
     where = data_mesh(layout, mesh=mesh, device=device)
-    stage = layout.zero if where.shard.size > 1 else 0
+    stage = stage_in_force(layout)
     precision = Precision.named(layout.precision)
     _refuse(layout, precision, config)
     module.to(where.device)
@@ -164,7 +164,7 @@ def assemble(
     recompute_blocks(layers, layout)
     table, named = parameter_table(module, layers)
     pool = BufferPool(where.device) if stage >= 2 or (stage == 1 and layout.reduce_each_micro_batch) else None
-    tables = _tables(table, layout, where, stage)
+    tables = buckets_of(table, layout)
     weights = _weights(tables, named, where, stage, shard, communication)
     gradients = _gradients(tables, named, precision, where, pool)
     reducer = Reducer(
@@ -197,29 +197,42 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def parameter_table(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[ParameterTable, dict[str, Tensor]]:
-    """Rows in the module's order and the tensors by name; one shared by two blocks counts as outside them."""
-    layer_of: dict[int, int] = {}
-    for i, block in enumerate(blocks):
-        for param in block.parameters():
-            layer_of[id(param)] = i if layer_of.get(id(param), i) == i else EMBEDDING
-    in_blocks = {id(p) for b in blocks for p in b.parameters()}
-    for name_, part in module.named_modules():
-        if part in blocks or any(name_.startswith(f"{n}.") for n, m in module.named_modules() if m in blocks):
-            continue
-        for param in part.parameters(recurse=False):
-            if id(param) in in_blocks:
-                layer_of[id(param)] = EMBEDDING
+    """Rows in the module's order and the tensors by name.
+
+    A parameter that two blocks share, or a block and what lies outside, counts as outside. Outside, what the module
+    registers before its first block is embedding, the rest head.
+    """
+    layers = _layers(module, blocks)
     rows: list[Parameter] = []
     named: dict[str, Tensor] = {}
+    outside = EMBEDDING
     for name, param in module.named_parameters():
+        found = layers.get(id(param), set())
+        layer = next(iter(found)) if len(found) == 1 else outside
+        outside = HEAD if found else outside
         named[name] = param
         rows.append(
             Parameter(
-                name=name, shape=tuple(param.shape), layer=layer_of.get(id(param), EMBEDDING),
+                name=name, shape=tuple(param.shape), layer=layer,
                 trainable=param.requires_grad, group=str(param.dtype).removeprefix("torch."),
             )
         )  # fmt: skip
     return ParameterTable(tuple(rows)), named
+
+
+def _layers(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """Parameter id to the blocks it is in; `EMBEDDING` stands for outside them."""
+    found: dict[int, set[int]] = {}
+    for i, block in enumerate(blocks):
+        for param in block.parameters():
+            found.setdefault(id(param), set()).add(i)
+    inside = {id(part) for block in blocks for part in block.modules()}
+    for part in module.modules():
+        if id(part) not in inside:
+            for param in part.parameters(recurse=False):
+                if id(param) in found:
+                    found[id(param)].add(EMBEDDING)
+    return found
 
 
 def _refuse(layout: Layout, precision: Precision, config: OptimizerConfig) -> None:
@@ -267,15 +280,6 @@ def _renamed(axis: Axis, name: str) -> Axis:
 
 def _wire(precision: Precision) -> torch.dtype:
     return DTYPES[precision.reduce]
-
-
-def _tables(table: ParameterTable, layout: Layout, mesh: DataMesh, stage: int) -> tuple[Bucket, ...]:
-    shards, replicas = mesh.shard.size, mesh.replicate.size
-    if stage == 3:
-        return unit_table(table, num_shards=shards, num_replicas=replicas)
-    return bucket_table(
-        table, bucket_bytes=layout.bucket_bytes, element_bytes=4, num_shards=shards, num_replicas=replicas
-    )
 
 
 def _params(bucket: Bucket, named: dict[str, Tensor]) -> list[Tensor]:

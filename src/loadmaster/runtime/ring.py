@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loadmaster.program.ring import Algorithm, Transfer, all_gather_table, reduce_scatter_table
+from loadmaster.program.ring import Algorithm, Transfer, all_gather_table, pieces, reduce_scatter_table
 from loadmaster.runtime.mesh import Axis
 from loadmaster.runtime.traffic import TrafficMeter
 
@@ -55,7 +55,7 @@ class PointToPoint:
 
     def __init__(self, axis: Axis, algorithm: Algorithm, meter: TrafficMeter, *, piece_bytes: int) -> None:
         self.axis, self.algorithm, self._meter = axis, algorithm, meter
-        self._piece_bytes = max(piece_bytes // axis.size, 1)
+        self._piece_bytes = piece_bytes
         self._reduce = reduce_scatter_table(axis.size, axis.rank, algorithm)
         self._gather = all_gather_table(axis.size, axis.rank, algorithm)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -67,13 +67,16 @@ class PointToPoint:
 
     def reduce_scatter(self, buffer: Tensor, wire: torch.dtype | None = None) -> None:
         """See `Collectives`."""
+        self._scatter(buffer, wire, "reduce_scatter")
+
+    def _scatter(self, buffer: Tensor, wire: torch.dtype | None, term: str) -> None:
         chunk = buffer.numel() // self.axis.size
         wire = wire or buffer.dtype
         for low, high in self._pieces(chunk, max(wire.itemsize, buffer.element_size())):
             if self.algorithm is Algorithm.RING:
-                self._ring_sum(buffer, chunk, low, high, wire)
+                self._ring_sum(buffer, chunk, low, high, wire, term)
             else:
-                self._direct_sum(buffer, chunk, low, high, wire)
+                self._direct_sum(buffer, chunk, low, high, wire, term)
 
     def all_gather(self, buffer: Tensor, term: str = "all_gather") -> None:
         """See `Collectives`."""
@@ -88,25 +91,24 @@ class PointToPoint:
 
     def all_reduce(self, buffer: Tensor, wire: torch.dtype | None = None) -> None:
         """Reduce-scatter, then all-gather."""
-        self.reduce_scatter(buffer, wire)
-        self.all_gather(buffer)
+        self._scatter(buffer, wire, "all_reduce")
+        self.all_gather(buffer, "all_reduce")
 
     def _pieces(self, chunk: int, element_bytes: int) -> list[tuple[int, int]]:
-        step = max(self._piece_bytes // element_bytes, 1)
-        return [(low, min(low + step, chunk)) for low in range(0, chunk, step)]
+        return pieces(chunk, self.axis.size, self._piece_bytes, element_bytes)
 
-    def _ring_sum(self, buffer: Tensor, chunk: int, low: int, high: int, wire: torch.dtype) -> None:
+    def _ring_sum(self, buffer: Tensor, chunk: int, low: int, high: int, wire: torch.dtype, term: str) -> None:
         (received,) = self._receive_buffers(1, high - low, wire, buffer.device)
         for move in self._reduce:
             out = buffer[move.send_chunk * chunk + low : move.send_chunk * chunk + high]
-            self._exchange([move], [out.to(wire)], [received], "reduce_scatter")
+            self._exchange([move], [out.to(wire)], [received], term)
             mine = buffer[move.recv_chunk * chunk + low : move.recv_chunk * chunk + high]
             add_into(mine, received)
 
-    def _direct_sum(self, buffer: Tensor, chunk: int, low: int, high: int, wire: torch.dtype) -> None:
+    def _direct_sum(self, buffer: Tensor, chunk: int, low: int, high: int, wire: torch.dtype, term: str) -> None:
         received = self._receive_buffers(len(self._reduce), high - low, wire, buffer.device)
         outs = [buffer[m.send_chunk * chunk + low : m.send_chunk * chunk + high].to(wire) for m in self._reduce]
-        self._exchange(self._reduce, outs, received, "reduce_scatter")
+        self._exchange(self._reduce, outs, received, term)
         mine = buffer[self.axis.rank * chunk + low : self.axis.rank * chunk + high]
         parts = {move.recv_from: part for move, part in zip(self._reduce, received, strict=True)}
         sum_in_rank_order(mine, self.axis.rank, parts)
