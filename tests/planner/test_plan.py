@@ -18,7 +18,7 @@ from loadmaster.errors import InvalidInput
 from loadmaster.laws.cost import price
 from loadmaster.planner.explain import explain, smallest_cluster
 from loadmaster.planner.objective import search
-from loadmaster.planner.search import ability_of, legal_rows, plan, price_space
+from loadmaster.planner.search import TIE, ability_of, legal_rows, plan, price_space
 from loadmaster.planner.space import ABILITIES, degrees, expand
 from loadmaster.program.legal import Dimensions
 
@@ -68,9 +68,17 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     result = plan(MODEL, CLUSTER, WORK, stack="megatron")
     space = priced("megatron")
     assert result.best is not None
-    assert result.best.cost.step_seconds == pytest.approx(space.seconds[space.fits].min(), rel=1e-6)
+    fastest = space.seconds[space.fits].min()
     seconds = [p.cost.step_seconds for p in result.plans]
-    assert seconds == sorted(seconds)
+    assert seconds[0] <= fastest * (1 + TIE + 1e-6)
+    assert all(a <= b * (1 + TIE) for a, b in itertools.pairwise(seconds))
+
+
+def test_of_equals_the_simplest_comes_first() -> None:
+    """Context parallelism hides its exchange here, so it is as fast as data parallelism; it must not be chosen."""
+    best = plan(MODEL, CLUSTER, WORK, stack="torchtitan").best
+    assert best is not None
+    assert best.layout.cp == 1
 
 
 def test_nothing_on_the_front_is_beaten() -> None:
@@ -111,7 +119,7 @@ def test_an_explanation_surrounds_the_best() -> None:
     told = explain(result)
     assert result.best is not None
     assert len(told.trades) == len(result.plans) - 1
-    assert all(t.seconds_added >= 0 for t in told.trades)
+    assert all(t.seconds_added >= -TIE * result.best.cost.step_seconds for t in told.trades)
     assert all(seconds <= result.best.cost.step_seconds * (1 + 1e-9) for _, seconds in told.bandwidth)
     assert told.smallest_devices == 1
 

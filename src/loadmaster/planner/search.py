@@ -28,6 +28,7 @@ from loadmaster.program.legal import Dimensions, broken
 __all__ = ["Plan", "PlanResult", "Priced", "plan", "price_space"]
 
 CHUNK = 1 << 15  # rows priced at a time: a column of them is 256 KiB
+TIE = 0.002  # share of the step below which a difference in time decides nothing
 REFINED = 24  # of the best, priced once more one by one, by replay where the laws replay
 
 
@@ -75,8 +76,14 @@ class Priced:
         return self.bytes <= self.usable
 
     def best(self, count: int) -> NDArray[np.int64]:
-        """The fastest rows that fit, best first; of equals the one that needs less memory."""
-        return self._fastest(np.flatnonzero(self.fits), count)
+        """The fastest rows that fit, best first; of those within `TIE` of the fastest, the simplest first."""
+        rows = np.flatnonzero(self.fits)
+        if not len(rows):
+            return rows
+        ties = rows[self.seconds[rows] <= (1 + TIE) * self.seconds[rows].min()]
+        axes = np.concatenate([group.num_axes() for group in self.groups])[ties]
+        ties = ties[np.lexsort((self.bytes[ties], self.seconds[ties], axes))][:count]
+        return np.append(ties, self._fastest(np.setdiff1d(rows, ties), count))[:count]
 
     def best_refused(self, count: int) -> NDArray[np.int64]:
         """The fastest rows that do not fit."""
@@ -255,6 +262,19 @@ def _total(terms: Mapping[str, Any], count: int) -> NDArray[np.float64]:
     return total
 
 
+def _ranked(costs: Sequence[Cost]) -> list[Cost]:
+    """The fastest first, but one that is simpler and as fast as makes no difference before it."""
+    if not costs:
+        return []
+    least = min(cost.step_seconds for cost in costs)
+
+    def key(place: int) -> tuple[float, int]:
+        seconds = costs[place].step_seconds
+        return (0.0, place) if seconds <= (1 + TIE) * least else (seconds, place)
+
+    return [costs[place] for place in sorted(range(len(costs)), key=key)]
+
+
 def _result(
     priced: Priced, *, model: Model, cluster: Cluster, workload: Workload, chosen: Stack,
     rejections: Sequence[Rejection], considered: int, count: int, started: float, bits: Sequence[int],
@@ -264,7 +284,7 @@ def _result(
     def cost(row: Any) -> Cost:
         return price(model, cluster, workload, priced.layout(int(row)), stack=chosen)
 
-    plans = sorted((cost(row) for row in priced.best(max(REFINED, count))), key=lambda c: c.step_seconds)
+    plans = _ranked([cost(row) for row in priced.best(max(REFINED, count))])
     fitting = [c.layout for c in plans]
     too_large = refuse_too_large([cost(row) for row in priced.best_refused(4)], priced.usable, fitting)
     least = int(np.argmin(priced.bytes)) if len(priced) else None

@@ -116,6 +116,13 @@ class Columns:
         whole: Column = workload.global_batch_size // (self.dp * self.micro_batch_size)
         return np.maximum(whole, 1)
 
+    def num_axes(self) -> Column:
+        """Kinds of parallelism and of recomputation in use, a row each: how involved a layout is."""
+        degrees = (self.dp_replicate, self.dp_shard, self.tp, self.pp, self.cp, self.ep, self.virtual_stages)
+        used = sum((np.asarray(degree) > 1).astype(np.int64) for degree in degrees)
+        recompute = {"none": 0, "full": 1}.get(self.recompute, 2)
+        return np.broadcast_to(used + recompute, (len(self),))
+
     def take(self, rows: Any) -> Columns:
         """Some of the rows, by mask or index."""
         return replace(self, fields={name: column[rows] for name, column in self.fields.items()})

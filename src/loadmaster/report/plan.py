@@ -40,7 +40,7 @@ def print_plan(result: PlanResult, explanation: Explanation, console: Console | 
 def _plans(result: PlanResult) -> Table:
     table = Table(title="Plans, fastest first", title_justify="left", box=None, pad_edge=False, title_style="bold")
     for name in ("", "step", "tokens/s", "MFU", "memory", "out of memory", "layout"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
+        table.add_column(name, justify="left" if name == "layout" else "right", overflow="fold")
     for place, plan in enumerate(result.plans, 1):
         cost = plan.cost
         table.add_row(
