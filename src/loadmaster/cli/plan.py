@@ -27,7 +27,7 @@ def parser() -> ArgumentParser:
     add("--on", metavar="CLUSTER", required=True, help="64xh100-sxm, or a cluster file (.toml)")
     add("--batch", metavar="N", required=True, help="global batch: sequences (512), or tokens with a unit (4Mi)")
     add("--devices", metavar="N", type=int, help="use that many devices of the cluster's kind")
-    add("--precision", metavar="NAME", default="bf16-mixed", help="bf16-mixed, fp32, bf16-master, ...")
+    add("--precision", metavar="NAME", help="bf16-mixed, fp32, ...; left out: the device's fastest mixed one")
     add("--optimizer-bits", metavar="N", type=int, help="32 or 8; left out: 8 only where nothing fits with 32")
     add("--objective", metavar="NAME", default="time", help="time, dollars (with --price) or devices (the fewest)")
     add("--price", metavar="DOLLARS", type=float, help="of a device-hour")
@@ -58,7 +58,9 @@ def run(args: Namespace) -> int:
         _save(args.output, result, name, config)
     explanation = explain(result)
     if args.json:
-        _print_json({**result.to_json(), "explanation": explanation.to_json()})
+        document = result.to_json()
+        document["plans"][0]["remedies"] = [r.to_json() for r in explanation.remedies]
+        _print_json({**document, "explanation": explanation.to_json()})
         return 0
     from loadmaster.report.plan import print_plan
 

@@ -70,7 +70,9 @@ def explain(result: PlanResult) -> Explanation:
     return Explanation(
         remedies=tuple(remedies(best)),
         trades=tuple(_trade(best, p.cost) for p in result.plans[1:]),
-        smallest_devices=smallest_cluster(result.model, result.cluster, result.workload, Stack.named(result.stack)),
+        smallest_devices=smallest_cluster(
+            result.model, result.cluster, result.workload, Stack.named(result.stack), precision=best.layout.precision
+        ),
         bandwidth=_bandwidth(best),
     )
 
@@ -112,6 +114,7 @@ def smallest_cluster(
     *,
     max_risk: float = 0.1,
     bits: Sequence[int] = (32,),
+    precision: str = "bf16-mixed",
 ) -> int | None:
     """Fewest devices on which some layout of the space fits; counts tried are those a cluster is bought in.
 
@@ -120,13 +123,15 @@ def smallest_cluster(
     usable = memory_interval(stack, 1.0).usable(cluster.memory_bytes, max_risk)
     for number in cluster_sizes(cluster):
         columns: Any
-        for columns in _leanest(model, cluster.resized(number), workload, stack, bits):
+        for columns in _leanest(model, cluster.resized(number), workload, stack, bits, precision):
             if np.any(memory_total(model, cluster.resized(number), workload, columns, stack) <= usable):
                 return number
     return None
 
 
-def _leanest(model: Model, cluster: Cluster, workload: Workload, stack: Stack, bits: Sequence[int]) -> list[Columns]:
+def _leanest(
+    model: Model, cluster: Cluster, workload: Workload, stack: Stack, bits: Sequence[int], precision: str
+) -> list[Columns]:
     dims, ability = Dimensions.of(model), ability_of(stack, None)
     lean = replace(
         ability, recompute=tuple(r for r in ability.recompute if r == "full") or ability.recompute[-1:],
@@ -140,4 +145,4 @@ def _leanest(model: Model, cluster: Cluster, workload: Workload, stack: Stack, b
     if not len(small):
         return []
     small = small.take(small.micro_batch_size == small.micro_batch_size.min())
-    return list(expand(small, dims, lean, optimizer_bits=bits, precision="bf16-mixed"))
+    return list(expand(small, dims, lean, optimizer_bits=bits, precision=precision))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loadmaster.describe.cluster import Cluster
+from loadmaster.describe.cluster import Cluster, Device
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
 from loadmaster.describe.stack import Stack
@@ -148,7 +148,7 @@ def plan(
     workload: Workload,
     *,
     stack: str | Stack = "loadmaster",
-    precision: str = "bf16-mixed",
+    precision: str | None = None,
     optimizer_bits: int | None = None,
     max_risk: float = 0.1,
     count: int = 8,
@@ -159,6 +159,7 @@ def plan(
     fits without it.
 
     Args:
+        precision: a name of `Precision.named`; left out, the usual mixed one that the device is fastest in.
         max_risk: largest probability of running out of memory that a plan may carry.
         count: plans returned.
 
@@ -167,6 +168,7 @@ def plan(
     """
     started = perf_counter()
     chosen = stack if isinstance(stack, Stack) else Stack.named(stack)
+    dtypes = precision or usual_precision(cluster.device)
     ability = ability_of(chosen, optimizer_bits)
     passes = [(optimizer_bits or 32,)]
     if optimizer_bits is None and 8 in ability.optimizer_bits:
@@ -180,7 +182,7 @@ def plan(
         raise _nothing_legal(rejections)
     priced = None
     for bits in passes:
-        groups = expand(whole.take(legal), dims, ability, optimizer_bits=bits, precision=precision)
+        groups = expand(whole.take(legal), dims, ability, optimizer_bits=bits, precision=dtypes)
         priced = price_space(model, cluster, workload, chosen, dims, groups, max_risk=max_risk)
         considered += len(priced)
         if priced.fits.any():
@@ -190,6 +192,19 @@ def plan(
         priced, model=model, cluster=cluster, workload=workload, chosen=chosen, rejections=rejections,
         considered=considered, count=count, started=started, bits=bits,
     )  # fmt: skip
+
+
+def usual_precision(device: Device) -> str:
+    """Mixed bf16, or fp16 before Ampere; fp32 where neither is faster, as on most processors.
+
+    >>> usual_precision(Cluster.parse("h100-sxm").device), usual_precision(Cluster.parse("v100-sxm-32gb").device)
+    ('bf16-mixed', 'fp16-mixed')
+    """
+    full = device.peak("fp32") or 0.0
+    for name in ("bf16", "fp16"):
+        if (device.peak(name) or 0.0) > full:
+            return f"{name}-mixed"
+    return "fp32" if full else "bf16-mixed"
 
 
 def ability_of(stack: Stack, optimizer_bits: int | None) -> Ability:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loadmaster.describe.layout import Layout
 from loadmaster.laws.cost import Cost
 from loadmaster.planner.explain import Explanation
 from loadmaster.planner.search import PlanResult
@@ -45,9 +48,14 @@ def _plans(result: PlanResult) -> Table:
         cost = plan.cost
         table.add_row(
             str(place), format_seconds(cost.step_seconds), f"{cost.tokens_per_second:,.0f}", _utilisation(cost),
-            format_bytes(cost.memory.total), f"{cost.out_of_memory_probability:.1%}", plan.layout.describe(),
+            format_bytes(cost.memory.total), f"{cost.out_of_memory_probability:.1%}", _short(plan.layout),
         )  # fmt: skip
     return table
+
+
+def _short(layout: Layout) -> str:
+    """The layout without what all plans share."""
+    return replace(layout, precision=Layout().precision).describe()
 
 
 def _utilisation(cost: Cost) -> str:
