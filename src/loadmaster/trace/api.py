@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ def trace(
     clip: float | None = None,
     steps: int = 2,
     real: bool = False,
+    name: str = "",
 ) -> Timeline:
     """Trace `steps` training steps: forward, loss, backward, optimizer; no device, no data, no memory needed.
 
@@ -45,12 +45,13 @@ def trace(
             ``(module, inputs)``.
         inputs: a tensor, a tuple of positional or a mapping of keyword arguments, or a function that makes them.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd_momentum``, ``adagrad``, ``adamw_fused``, a function of the
-            parameters, or None; foreach: PyTorch's default on a GPU, which needs temporaries as large as the parameters.
-        loss: a scalar of the module's output; by default its ``loss``, itself if scalar, or the mean of its first tensor.
+            parameters, or None; foreach: PyTorch's default on a GPU; its temporaries are as large as the parameters.
+        loss: a scalar of the module's output; by default its ``loss``, itself if scalar, or its first tensor's mean.
         precision: ``fp32``, ``bf16``, ``fp16`` (weights and all), or ``bf16-mixed``, ``fp16-mixed`` (autocast).
         recompute: ``none``, or ``full``: every repeated block under a non-reentrant checkpoint.
         clip: clip the gradient norm before the update; steps: 2 shows the step that has optimizer state.
         real: run on real tensors, for small modules whose path depends on data.
+        name: what reports call it; by default the module's class.
 
     Raises:
         Untraceable: something depends on data; the message names module and op.
@@ -78,8 +79,7 @@ def trace(
             raise (tracer.refusal or _unknown(where, error)) from error
         if tracer.refusal is not None:  # the module's own code swallowed it
             raise tracer.refusal
-    name = type(built).__name__
-    return _timeline(tracer, name=name, seconds=time.perf_counter() - began)
+    return _timeline(tracer, name=name or type(built).__name__, seconds=time.perf_counter() - began)
 
 
 def _precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
@@ -152,7 +152,8 @@ def _unknown(where: Whereabouts, error: Exception) -> Untraceable:
     """A failure of the module's own code, said in one line."""
     said = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-    return Untraceable(f"module {where.module or '(root)'}, in {where.phase}: {what}; check the module and its inputs")
+    _, phase, module, _, _ = where.log[-1]
+    return Untraceable(f"module {module or '(root)'}, in {phase}: {what}; check the module and its inputs")
 
 
 def _timeline(tracer: Tracer, *, name: str, seconds: float) -> Timeline:
@@ -161,14 +162,14 @@ def _timeline(tracer: Tracer, *, name: str, seconds: float) -> Timeline:
 
     def saver(life: Life) -> str:
         event = events[node_event[life.saved_by]] if life.saved_by in node_event else None
-        return f"{event.module} ({event.op})" if event is not None else ""
+        return f"{event.module} ({event.op})".strip() if event is not None else ""
 
     storages = tuple(
         Storage(
             index=life.index, bytes=life.largest, dtype=str(life.dtype).removeprefix("torch."), shape=life.shape,
             category=life.category, term=life.term or _term(life, events[life.birth].phase), birth=life.birth,
             death=life.death, saved_from=life.saved_from, saved_until=life.saved_until,
-            saved_by=saver(life) if life.saved_by is not None else "", name=life.name,
+            saved_by=saver(life) if life.saved_by is not None else "", name=life.name, owner=life.owner,
         )
         for life in tracer.lives
     )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from loadmaster.trace.kernels import MAX_KERNEL_BYTES, asks_kernel, corrected
 
-__all__ = ["CPU", "Ghost", "Plan", "Plans", "as_meta", "ghost_of", "metadata_key", "tensors_in"]
+__all__ = ["CPU", "Ghost", "Plan", "Plans", "as_meta", "ghost_of", "metadata_key", "shared_plans", "tensors_in"]
 
 CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
@@ -44,7 +45,7 @@ class Ghost(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Only reached outside a trace, or while a meta kernel asks for the device."""
         if func is _DEVICE:
             return _META if _Kernel.running else CPU
@@ -171,7 +172,7 @@ class Plan:
             elif kind is _View:
                 storage = tensors[output.arg].untyped_storage()
                 elem = torch.empty(0, dtype=output.dtype, device="meta")
-                elem.set_(storage, output.offset, output.shape, output.stride)  # type: ignore[call-overload]
+                elem.set_(storage, output.offset, output.shape, output.stride)
                 made.append(ghost_of(elem))
             elif kind is _Same:
                 made.append(tensors[output.arg])
@@ -189,7 +190,7 @@ def _new(output: _New, groups: dict[int, torch.Tensor]) -> torch.Tensor:
     if base is None:
         base = groups[output.group] = torch.empty(output.storage_bytes, dtype=torch.uint8, device="meta")
     elem = torch.empty(0, dtype=output.dtype, device="meta")
-    elem.set_(base.untyped_storage(), output.offset, output.shape, output.stride)  # type: ignore[call-overload]
+    elem.set_(base.untyped_storage(), output.offset, output.shape, output.stride)
     return elem
 
 
@@ -260,7 +261,7 @@ class Plans:
             needed = (tree.storage_offset() + last) * tree.element_size()
             base = torch.empty(max(needed, tree.untyped_storage().nbytes()), dtype=torch.uint8, device="meta")
             elem = torch.empty(0, dtype=tree.dtype, device="meta")
-            elem.set_(base.untyped_storage(), tree.storage_offset(), tree.shape, tree.stride())  # type: ignore[call-overload]
+            elem.set_(base.untyped_storage(), tree.storage_offset(), tree.shape, tree.stride())
             mirror = FakeTensor(self.oracle, elem, CPU)
             mirrors.append(mirror)
             return mirror
@@ -269,6 +270,12 @@ class Plans:
         if isinstance(tree, dict):
             return {name: self._mirror(item, mirrors) for name, item in tree.items()}
         return tree
+
+
+@cache
+def shared_plans() -> Plans:
+    """The plans of this process: they depend on metadata alone, so that a second trace asks nothing twice."""
+    return Plans()
 
 
 def _zeros(tree: Any, mirrors: list[torch.Tensor]) -> Any:
@@ -296,7 +303,7 @@ def _describe(
         if leaf is mirror:
             return _Same(i)
     storage = leaf.untyped_storage()
-    shape, stride, offset = tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset()
+    shape, stride, offset = tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset())
     if storage._cdata in storages:
         return _View(storages[storage._cdata], leaf.dtype, shape, stride, offset)
     plain_bytes = torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta").untyped_storage().nbytes()

@@ -1,7 +1,7 @@
 """Where PyTorch's shape rules and its kernels differ in bytes; each line was found by running both.
 
-- Normalisation of a 16-bit input with 32-bit weights: the kernels keep mean and inverse deviation in the weights' dtype,
-  the shape rules say the input's.
+- Normalisation of a 16-bit input with 32-bit weights: the kernels keep mean and inverse deviation in the weights'
+  dtype, the shape rules say the input's.
 - Losses that reduce: the kernels write the reduced value into the (shrunk) storage of the unreduced loss.
 - oneDNN's recurrent layers keep a workspace whose size only the kernel knows: it is run once, on zeros.
 """
@@ -44,7 +44,7 @@ def _in_dtype(output: Any, dtype: torch.dtype) -> Any:
 def _unreduced_storage(args: Any, outputs: tuple[Any, ...], *, reduction: int) -> tuple[Any, ...]:
     if len(args) > reduction and args[reduction] == 0:
         return outputs
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
     size = math.prod(shape) * outputs[0].dtype.itemsize
     return (replace(outputs[0], storage_bytes=size, plain=False),)
 

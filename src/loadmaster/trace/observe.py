@@ -1,7 +1,7 @@
 """What a real run on this CPU really holds: PyTorch's allocator reports every allocation, and they are added up.
 
-Independent of the tracer: no weak references, no ghosts. The profiler's memory reports give each allocation and release;
-a mark around every op tells which of them lie between ops (tensors) and which live and die inside a kernel (scratch).
+Independent of the tracer: no weak references, no ghosts. The profiler's memory reports give each allocation and
+release; a mark around every op tells which lie between ops (tensors) and which live and die inside a kernel (scratch).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Observation:
     scratch_op: str
 
 
-class _Marks(TorchDispatchMode):
+class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts the name of each op into the profiler's record."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,12 +47,16 @@ class _Marks(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
+def _marks() -> Any:
+    return _Marks()  # type: ignore[no-untyped-call]
+
+
 def observe(run: Callable[[], Any]) -> Observation:
     """Call `run` (which must make everything it uses) and add up what it allocates."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _Marks():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _marks():
         run()
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.profiler.kineto_results
     seen = _Sum()
     seen.walk(results.experimental_event_tree(), "")
     return Observation(

@@ -48,4 +48,4 @@ def recompute_blocks(module: nn.Module, recompute: str) -> None:
     for _, blocks in lists:
         for block in blocks:
             forward: Any = block.forward
-            block.forward = functools.partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, forward, use_reentrant=False)

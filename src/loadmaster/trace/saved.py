@@ -11,7 +11,7 @@ from loadmaster.trace.tracer import Life, Tracer
 
 __all__ = ["saved_tensors_watched"]
 
-_next_sequence: Any = torch.autograd._get_sequence_nr
+_next_sequence: Any = torch._C._autograd._get_sequence_nr
 
 
 class _Held:

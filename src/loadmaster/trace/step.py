@@ -89,12 +89,13 @@ def _first_tensor(tree: Any) -> torch.Tensor | None:
 
 
 def mark(tracer: Tracer, tensors: Iterable[tuple[str, torch.Tensor]], category: Category, term: str) -> None:
-    """Name the storages under `tensors`, following those not followed yet."""
+    """Name the storages under `tensors`, following those not followed yet; a name is a path below its module."""
     for name, tensor in tensors:
         for local in _locals(tensor):
             life = tracer.follow(local)
             if life.category in (Category.TEMPORARY, Category.ACTIVATION, Category.COMMUNICATION):
                 life.category, life.term, life.name = category, term, name
+                life.owner = name.rpartition(".")[0]
 
 
 def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -133,7 +134,7 @@ def _one_step(
             torch.nn.utils.clip_grad_norm_(module.parameters(), plan.clip)
         if optimizer is not None:
             optimizer.step()
-            _mark_state(tracer, optimizer)
+            _mark_state(tracer, module, optimizer)
     with where.during("zero_grad" + suffix):
         if optimizer is not None:
             optimizer.zero_grad()
@@ -141,11 +142,13 @@ def _one_step(
             module.zero_grad()
 
 
-def _mark_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
+def _mark_state(tracer: Tracer, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names = {id(p): name for name, p in module.named_parameters()}
+    for parameter, state in optimizer.state.items():
         for key, item in state.items():
             if isinstance(item, torch.Tensor):
-                mark(tracer, [(key, item)], Category.OPTIMIZER, f"optimizer/{key}")
+                name = f"{names.get(id(parameter), '')} {key}"
+                mark(tracer, [(name, item)], Category.OPTIMIZER, f"optimizer/{key}")
 
 
 @contextmanager

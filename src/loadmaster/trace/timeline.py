@@ -81,6 +81,7 @@ class Storage:
         saved_from, saved_until: events between which autograd held it for backward, None if it never did
             (or, for the latter, if it held it to the end).
         saved_by: ``module (op)`` that saved it first.
+        name: of a parameter, buffer, gradient, input or optimizer state; owner: path of the module it belongs to.
     """
 
     index: int
@@ -95,6 +96,11 @@ class Storage:
     saved_until: int | None = None
     saved_by: str = ""
     name: str = ""
+    owner: str = ""
+
+    def outlives(self, event: int) -> bool:
+        """Whether it is alive after `event`."""
+        return self.death is None or self.death > event
 
     def category_at(self, event: int) -> Category:
         """An activation that autograd has let go of, but that still lives, is a temporary."""
@@ -233,7 +239,7 @@ class Timeline:
                 storage=s,
                 bytes=int(sizes[s.index]),
                 category=s.category_at(event),
-                module=self.events[s.birth].module,
+                module=s.owner or self.events[s.birth].module,
                 op=s.name or self.events[s.birth].op,
             )
             for s in alive
@@ -249,11 +255,9 @@ class Timeline:
         ):
             moves.append((event, n, order.index(self.storages[storage].category_at(event)), size))
         for s in self.storages:
-            if s.category is Category.ACTIVATION and s.saved_until is not None:
-                if s.death is None or s.death > s.saved_until:
-                    size = s.bytes
-                    moves.append((s.saved_until + 1, -1, order.index(Category.ACTIVATION), -size))
-                    moves.append((s.saved_until + 1, -1, order.index(Category.TEMPORARY), size))
+            if s.category is Category.ACTIVATION and s.saved_until is not None and s.outlives(s.saved_until):
+                moves.append((s.saved_until + 1, -1, order.index(Category.ACTIVATION), -s.bytes))
+                moves.append((s.saved_until + 1, -1, order.index(Category.TEMPORARY), s.bytes))
         moves.sort()
         table = np.zeros((len(moves), len(order)), dtype=np.int64)
         for row, (_, _, column, size) in enumerate(moves):
@@ -282,5 +286,10 @@ class Timeline:
             and s.saved_from is not None
             and first <= s.saved_from < end
             and (s.saved_until is None or s.saved_until >= end)
-            and (not prefix or s.saved_by == prefix or s.saved_by.startswith(prefix + ".") or s.saved_by.startswith(prefix + " "))
+            and (
+                not prefix
+                or s.saved_by == prefix
+                or s.saved_by.startswith(prefix + ".")
+                or s.saved_by.startswith(prefix + " ")
+            )
         )

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from loadmaster.errors import LoadmasterError
-from loadmaster.trace.ghost import CPU, Ghost, Plans, as_meta, ghost_of, metadata_key, tensors_in
+from loadmaster.trace.ghost import CPU, Ghost, as_meta, ghost_of, metadata_key, shared_plans, tensors_in
 from loadmaster.trace.timeline import Category
 from loadmaster.trace.values import Values
 from loadmaster.trace.whereabouts import Whereabouts
@@ -25,6 +25,7 @@ __all__ = ["Life", "Tracer", "Untraceable"]
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
+_INDEX = torch.ops.aten.index.Tensor
 _WAIT = "_c10d_functional::wait_tensor"
 _LIFTS = ("aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy")
 # ops that change an argument's own sizes or storage: run on the ghost itself
@@ -40,15 +41,22 @@ class Life:
     """A storage while it is followed."""
 
     __slots__ = (
-        "birth", "bytes", "category", "death", "dtype", "index", "largest", "name", "saved_by", "saved_from",
+        "birth", "bytes", "category", "death", "dtype", "index", "largest", "name", "owner", "saved_by", "saved_from",
         "saved_until", "saves", "shape", "stream", "term",
     )  # fmt: skip
 
     def __init__(self, index: int, size: int, dtype: torch.dtype, shape: tuple[int, ...], birth: int) -> None:
-        self.index, self.bytes, self.largest, self.dtype, self.shape, self.birth = index, size, size, dtype, shape, birth
+        self.index, self.bytes, self.largest, self.dtype, self.shape, self.birth = (
+            index,
+            size,
+            size,
+            dtype,
+            shape,
+            birth,
+        )
         self.category = Category.TEMPORARY
         self.term = ""
-        self.name = ""
+        self.name = self.owner = ""
         self.death: int | None = None
         self.saves = 0
         self.saved_from: int | None = None
@@ -81,7 +89,7 @@ class _Facts:
         self.collective = self.name.startswith(("c10d::", "_c10d_functional::", "fsdp::", "_dtensor::"))
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows storages; see the module's first line.
 
     Args:
@@ -91,14 +99,14 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: the wrapper that keeps the compiler out costs more than the op it guards, and nothing is compiled here."""
+        """No: the wrapper that keeps the compiler out costs more than the op it guards; nothing is compiled here."""
         return False
 
     def __init__(self, whereabouts: Whereabouts, *, real: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.where = whereabouts
         self.real = real
-        self.plans = Plans()
+        self.plans = shared_plans()
         self.values = Values()
         self.lives: list[Life] = []
         self.watches: dict[int, _Watch] = {}  # by address of the storage; one watch per living storage
@@ -115,15 +123,15 @@ class Tracer(TorchDispatchMode):
     def follow(self, tensor: torch.Tensor) -> Life:
         """Start (or go on) to follow the storage under `tensor`."""
         storage = tensor.untyped_storage()
-        watch = self.watches.get(storage._cdata)
-        if watch is not None:
-            return watch.life
+        known = self.watches.get(storage._cdata)
+        if known is not None:
+            return known.life
         size = storage.nbytes()
         life = Life(len(self.lives), size, tensor.dtype, tuple(tensor.shape), self.where.event)
         self.lives.append(life)
-        watch = _Watch(storage, self._died)
-        watch.life, watch.cdata = life, storage._cdata
-        self.watches[storage._cdata] = watch
+        made = _Watch(storage, self._died)
+        made.life, made.cdata = life, storage._cdata
+        self.watches[storage._cdata] = made
         self._change(life, size)
         return life
 
@@ -134,9 +142,10 @@ class Tracer(TorchDispatchMode):
 
     def _died(self, watch: Any) -> None:
         life: Life = watch.life
+        address: int = watch.cdata
         life.death = self.where.event
-        if self.watches.get(watch.cdata) is watch:
-            del self.watches[watch.cdata]
+        if self.watches.get(address) is watch:
+            del self.watches[address]
         self._change(life, -life.bytes)
         life.bytes = 0
 
@@ -166,11 +175,11 @@ class Tracer(TorchDispatchMode):
 
         self._resize = original
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *details: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*details)
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op and book what it made."""
@@ -198,15 +207,13 @@ class Tracer(TorchDispatchMode):
             self.refusal = self.refusal or refusal
             raise
 
-    def _ghostly(
-        self, func: Any, facts: _Facts, key: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> Any:
+    def _ghostly(self, func: Any, facts: _Facts, key: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Run an op on ghosts."""
         known = self._values_known(tensors)
         if func is _ITEM or func is _EQUAL:
             return self._item(func, known, args, kwargs)
         if facts.name in _LIFTS and not isinstance(args[0], Ghost):
-            return self._born(self.adopt(args[0], own=True))
+            return self._born(self.adopt(args[0], own=True, constant=True))
         if any(not isinstance(t, Ghost) for t in tensors):
             args, kwargs = self._all_ghosts(args), self._all_ghosts(kwargs)
             tensors = tensors_in((args, kwargs), [])
@@ -214,16 +221,20 @@ class Tracer(TorchDispatchMode):
             return self._in_place_metadata(func, facts, tensors, args, kwargs)
         if facts.name == _WAIT:
             return args[0]
-        value = self._value(func, facts, known, tensors, args, kwargs)
         born: list[Ghost] = []
+        value = None
         try:
+            value = self._value(func, facts, known, tensors, args, kwargs)
             result = self.plans.find(func, key, args, kwargs).make(tensors, born)
         except LoadmasterError:
             raise
         except Exception as error:
-            if value is None:
+            if value is not None:
+                result = self._from_value(value, born)
+            elif func is _INDEX and all(self._values_known([i]) for i in args[1] if i is not None):
+                result = self._masked(func, args, born)
+            else:
                 raise self._refuse(func, error) from None
-            result = self._from_value(value, born)
         for ghost in born:
             life = self.follow(ghost)
             if facts.collective:
@@ -242,9 +253,7 @@ class Tracer(TorchDispatchMode):
                 return False
         return True
 
-    def _value(
-        self, func: Any, facts: _Facts, known: bool, tensors: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> Any:
+    def _value(self, func: Any, facts: _Facts, known: bool, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """The op's real result where its arguments have values; in-place ops change or taint the values."""
         if not known:
             if facts.writes:
@@ -267,9 +276,7 @@ class Tracer(TorchDispatchMode):
             raise self._refuse(func, None)
         return self.values.evaluate(func, args, kwargs)
 
-    def _in_place_metadata(
-        self, func: Any, facts: _Facts, tensors: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> Any:
+    def _in_place_metadata(self, func: Any, facts: _Facts, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Ops that change an argument's own sizes or storage, out= variants and collectives: run as meta kernels."""
         for tensor in tensors:
             value = getattr(tensor, "value", None)
@@ -301,15 +308,18 @@ class Tracer(TorchDispatchMode):
 
     # -- real tensors that enter -------------------------------------------------------------------------------------
 
-    def adopt(self, tensor: torch.Tensor, *, own: bool = False) -> Ghost:
-        """A ghost for a real tensor, with its elements as value where they are few; one ghost per real tensor."""
+    def adopt(self, tensor: torch.Tensor, *, own: bool = False, constant: bool = False) -> Ghost:
+        """A ghost for a real tensor: one per real tensor, or one of its `own`.
+
+        Its elements are its value where they are few and integers; floats only in a `constant` of the code.
+        """
         before = self._adopted.get(id(tensor))
         if before is not None and not own:
             return before[1]
         with _disable_current_modes():
             elem = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             ghost = ghost_of(elem)
-            if self.values.worth(tensor) and tensor.device.type != "meta":
+            if tensor.device.type != "meta" and self.values.worth(tensor, floats=constant):
                 ghost.value = tensor.detach().clone()
         if not own:
             self._adopted[id(tensor)] = (tensor, ghost)
@@ -324,6 +334,20 @@ class Tracer(TorchDispatchMode):
         if isinstance(tree, dict):
             return {name: self._all_ghosts(item) for name, item in tree.items()}
         return tree
+
+    def _masked(self, func: Any, args: Any, born: list[Ghost]) -> Any:
+        """``x[mask]`` with a known mask: the places it selects are known, and are an index of known size."""
+        places: list[Any] = []
+        for index in args[1]:
+            if index is not None and index.dtype is torch.bool:
+                real = self.values.of(index)
+                assert real is not None
+                places += [self.adopt(place, own=True) for place in real.nonzero(as_tuple=True)]
+            else:
+                places.append(index)
+        given: list[torch.Tensor] = []
+        key = metadata_key((args[0], places), given)
+        return self.plans.find(func, key, (args[0], places), {}).make(given, born)
 
     def _from_value(self, value: Any, born: list[Ghost]) -> Any:
         """Outputs whose very shape depends on values (``nonzero``): shaped like the real ones."""
@@ -342,7 +366,7 @@ class Tracer(TorchDispatchMode):
         kind = type(error).__name__ if error is not None else ""
         if error is None or kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
             why = "its result depends on the elements of a tensor, which a trace without data does not have"
-            out = "trace with real tensors on a small shape (real=True, or --real), or make that branch depend on shapes only"
+            out = "trace with real tensors on a small shape (real=True, or --real), or let that branch see shapes only"
         elif kind == "UnsupportedOperatorException":
             why = "the op has no shape rule (a fake or meta kernel)"
             out = "register one with torch.library.register_fake, or trace with real tensors (real=True, or --real)"

@@ -1,7 +1,8 @@
 """Real elements beside ghosts: small integers, masks and counters are computed, so that code may branch on them.
 
-``position_ids.max()``, ``mask.all()``, an optimizer's step counter: such values depend on shapes and constants only. They
-are computed for real next to the trace. What depends on weights or activations has no value, and a branch on it is refused.
+``position_ids.max()``, ``mask.all()``, an optimizer's step counter: such values depend on shapes and constants only,
+and are computed for real next to the trace. What depends on weights or activations has no value, and a branch on it is
+refused.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ class Values:
         """Whether the op's result is a function of its arguments' elements."""
         known = self._never.get(func)
         if known is None:
-            known = self._never[func] = (
-                func._schema.name in _NEVER or torch.Tag.nondeterministic_seeded in func.tags
-            )
+            known = self._never[func] = func._schema.name in _NEVER or torch.Tag.nondeterministic_seeded in func.tags
         return not known
 
     def evaluate(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -62,8 +61,8 @@ class Values:
         return tree
 
     @staticmethod
-    def worth(tensor: torch.Tensor) -> bool:
+    def worth(tensor: torch.Tensor, *, floats: bool = True) -> bool:
         """Whether a result of this size and type is computed at all."""
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            return tensor.numel() <= MAX_FLOATS
+            return floats and tensor.numel() <= MAX_FLOATS
         return tensor.numel() <= MAX_ELEMENTS

@@ -1,4 +1,4 @@
-"""Where the step is: phase, module and op, also in backward, where the autograd node tells which forward op it undoes."""
+"""Where the step is: phase, module and op; in backward the autograd node tells which forward op it undoes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadmaster.trace.timeline import Event
 __all__ = ["Whereabouts"]
 
 _current_node: Any = torch._C._current_autograd_node
-_next_sequence: Any = torch.autograd._get_sequence_nr
+_next_sequence: Any = torch._C._autograd._get_sequence_nr
 
 
 class Whereabouts:

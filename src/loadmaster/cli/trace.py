@@ -1,0 +1,76 @@
+"""``loadmaster trace``: where does the memory of my module go, op by op?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loadmaster.errors import InvalidInput
+from loadmaster.units import parse_count
+
+
+def command(
+    target: Annotated[str, typer.Argument(metavar="MODEL|PKG.MOD:FACTORY", help="Model name, config, or factory.")],
+    batch: Annotated[int, typer.Option(help="Sequences (MODEL only).")] = 1,
+    seq: Annotated[str, typer.Option(help="Tokens a sequence (MODEL only).")] = "2048",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, bf16-mixed or fp16-mixed.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, sgd_momentum, adagrad, adamw_fused.")] = "adamw",
+    foreach: Annotated[bool, typer.Option(help="Update all parameters at once, as PyTorch does on a GPU.")] = True,
+    recompute: Annotated[str, typer.Option(help="none or full: each repeated block checkpointed.")] = "none",
+    clip: Annotated[float | None, typer.Option(help="Clip the gradient norm.")] = None,
+    steps: Annotated[int, typer.Option(help="Training steps; the second has optimizer state.")] = 2,
+    real: Annotated[bool, typer.Option(help="Run on real tensors (modules that branch on data).")] = False,
+    html: Annotated[str | None, typer.Option(help="Also write a chart as one self-contained file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Trace training steps of a module without a device: its peak, what is alive then, and who keeps it."""
+    from loadmaster.report.timeline_text import print_timeline, timeline_json
+    from loadmaster.trace.api import trace
+
+    if html is not None:
+        from loadmaster.cli.outputs import check_writable
+
+        check_writable(html)
+    timeline = trace(
+        _factory(target, batch, parse_count(seq, field="--seq")), optimizer=optimizer, foreach=foreach,
+        precision=dtype, recompute=recompute, clip=clip, steps=steps, real=real, name=target,
+    )  # fmt: skip
+    if html is not None:
+        from loadmaster.report.timeline_html import timeline_html
+
+        Path(html).write_text(timeline_html(timeline), encoding="utf-8")
+    if as_json:
+        print(json.dumps(timeline_json(timeline)))
+        return
+    print_timeline(timeline)
+    if html is not None:
+        print(f"wrote {html}")
+
+
+def _factory(target: str, batch: int, seq_len: int) -> Callable[[], Any]:
+    """What builds module and inputs."""
+    if batch < 1 or seq_len < 1:
+        raise InvalidInput("--batch, --seq", (batch, seq_len), "must be at least 1", "give positive counts")
+    name, colon, attribute = target.partition(":")
+    if not colon or os.path.exists(target):
+        from loadmaster.describe.families import read_config
+        from loadmaster.trace.hugging_face import factory_from_config
+
+        return factory_from_config(read_config(target)[1], batch=batch, seq_len=seq_len)
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(import_module(name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidInput("factory", target, f"cannot be found ({error})", "check the name; it must import") from None
+    finally:
+        sys.path.pop(0)
+    if not callable(made):
+        raise InvalidInput("factory", target, "cannot be called", "name a function that returns (module, inputs)")
+    return made  # type: ignore[no-any-return]
