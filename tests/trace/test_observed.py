@@ -13,7 +13,7 @@ from loadmaster.trace.step import StepPlan, default_loss
 NAMES = (
     "gpt2", "llama", "mixtral", "t5", "bert", "vit", "whisper", "resnet50", "unet", "lstm", "shared", "lora",
 )  # fmt: skip
-# recompute, optimizer, foreach, precision: the first two for every module, the others for some (all of them, for all, are
+# recompute, optimizer, foreach, precision: the first two for every module, the others for some (all of them are
 # in benchmarks/trace_peaks.py)
 EVERY = (("none", "adamw", False, "fp32"), ("full", "adamw", True, "fp32"))
 SOME = (("full", "sgd", False, "fp32"), ("none", "sgd", False, "bf16-mixed"))
