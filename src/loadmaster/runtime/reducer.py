@@ -194,10 +194,18 @@ class Reducer:
 
     def _make_room(self, bucket: GradientBucket) -> None:
         """Hold at most three borrowed buffers: the one being filled and two under way."""
+        self._wait_for_last(bucket)
         if bucket.buffer is None:
             self._running = [h for h in self._running if not h.done]
             while len(self._running) > 1:
                 self._running.pop(0).wait()
+
+    @staticmethod
+    def _wait_for_last(bucket: GradientBucket) -> None:
+        """Before a micro-batch's first gradient: the last one's reduction must be done with the buffer."""
+        if bucket.pending == len(bucket.params) and bucket.handle is not None:
+            bucket.handle.wait()
+            bucket.handle = None
 
     def _issue_ready(self) -> None:
         while self._next < len(self.sequence) and self.sequence[self._next] in self._ready:
@@ -210,6 +218,7 @@ class Reducer:
             return
         self._issued.add(b)
         bucket, last = self.buckets[b], self._last
+        self._wait_for_last(bucket)
         bucket.seal()
         if self._communication is None:
             bucket.collect()
