@@ -1,0 +1,1 @@
+"""Sources of the fused kernels: C for the CPU, Triton for CUDA."""

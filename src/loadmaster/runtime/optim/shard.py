@@ -1,0 +1,67 @@
+"""Where a tensor given to an optimizer lies in its whole parameter, and what that parameter is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from loadmaster.errors import InvalidInput
+from loadmaster.program.codebook import is_coded
+
+__all__ = ["ParameterShard", "embedding_parameters"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShard:
+    """Elements [start, stop) of the flattened parameter `name` of shape `full_shape`.
+
+    >>> shard = ParameterShard(name="h.0.w", full_shape=(66, 256), start=8448, stop=16896)
+    >>> shard.full_numel, shard.coded(4096)
+    (16896, True)
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    start: int
+    stop: int
+    is_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop <= self.full_numel:
+            raise InvalidInput(
+                f"shard of {self.name}", f"[{self.start}, {self.stop})", f"does not lie in {self.full_numel} elements",
+                "give the range in the flattened whole parameter",
+            )  # fmt: skip
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.full_shape)
+
+    def coded(self, min_elements: int) -> bool:
+        """Whether its state may be 8-bit: decided on the whole parameter."""
+        return is_coded(self.full_numel, is_embedding=self.is_embedding, min_elements=min_elements)
+
+    def check_grid(self, block: int) -> None:
+        """Refuse a range that cuts a block: its scale belongs to one owner.
+
+        Raises:
+            InvalidInput: start, or a stop before the end, is no multiple of `block`.
+        """
+        for edge in (self.start, self.stop):
+            if edge % block and edge != self.full_numel:
+                raise InvalidInput(
+                    f"shard of {self.name}", f"[{self.start}, {self.stop})",
+                    f"cuts a block of {block} elements at {edge}, and a block's scale is the maximum over all of it",
+                    f"cut at multiples of {block} (codebook.aligned_ranges), or keep this parameter's state 32-bit",
+                )  # fmt: skip
+
+
+def embedding_parameters(modules: nn.Module | Iterable[nn.Module]) -> set[Tensor]:
+    """Weights of every embedding in `modules` (a tied head is the same tensor, so it is among them)."""
+    roots = [modules] if isinstance(modules, nn.Module) else list(modules)
+    found = (m for root in roots for m in root.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return {m.weight for m in found}
