@@ -73,7 +73,8 @@ def test_linear_codes_send_second_moments_to_zero_and_ours_none() -> None:
     assert coding_error(v, SECOND_MOMENT).lost == 0.0
 
 
-def test_mean_error_of_ours_against_linear() -> None:
+def test_error_of_ours_against_linear() -> None:
+    """Most of v lies within 12 octaves of its block's largest, where the code is at most 5.9 % off."""
     v, m = second_moment(), np.random.default_rng(1).standard_normal(1 << 16)
-    assert coding_error(v, SECOND_MOMENT).median_relative < 0.03
+    assert coding_error(v, SECOND_MOMENT).median_relative < SECOND_MOMENT.worst_relative_error()[31]
     assert coding_error(m, FIRST_MOMENT).mean_relative < coding_error(m, LINEAR).mean_relative / 2

@@ -81,10 +81,12 @@ static inline vf vdither(vi weyl) { /* (shifted & mask) | one */
 
 #ifdef __AVX512BW__
 #define COLUMN 64
-/* bytes of four vectors of int32, in order; `saturate` to unsigned bytes or to signed ones */
-static inline vi pack(vi a, vi b, vi c, vi d, int to_unsigned) {
+/* bytes of four vectors of int32 less `minus`, in order, saturated to unsigned bytes or to signed ones */
+static inline vi pack(const vi *x, short minus, int to_unsigned) {
     const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    vi low = _mm512_packs_epi32(a, b), high = _mm512_packs_epi32(c, d);
+    vi low = _mm512_packs_epi32(x[0], x[1]), high = _mm512_packs_epi32(x[2], x[3]);
+    if (minus) low = _mm512_sub_epi16(low, _mm512_set1_epi16(minus));
+    if (minus) high = _mm512_sub_epi16(high, _mm512_set1_epi16(minus));
     return _mm512_permutexvar_epi32(order, to_unsigned ? _mm512_packus_epi16(low, high)
                                                        : _mm512_packs_epi16(low, high));
 }
@@ -114,9 +116,7 @@ static void encode_signed(const float *restrict x, int8_t *restrict codes, float
                                               _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         }
         vi old = _mm512_loadu_si512(codes + i);
-        vi to_near = pack(near[0], near[1], near[2], near[3], 0);
-        vi to_far = _mm512_sub_epi8(pack(far[0], far[1], far[2], far[3], 0), _mm512_set1_epi8(1));
-        to_far = _mm512_max_epi8(to_far, _mm512_set1_epi8(-127));
+        vi to_near = pack(near, 0, 0), to_far = _mm512_max_epi8(pack(far, 1, 0), _mm512_set1_epi8(-127));
         __mmask64 lost = _mm512_mask_cmpeq_epi8_mask(use, to_near, old);
         _mm512_storeu_si512(codes + i, _mm512_mask_mov_epi8(to_near, lost, to_far));
     }
@@ -150,10 +150,8 @@ static void encode_unsigned(const float *restrict x, uint8_t *restrict codes, fl
             near[k] = _mm512_cvtps_epi32(y);
             far[k] = _mm512_cvttps_epi32(_mm512_add_ps(y, vdither(weyl)));
         }
-        vi old = _mm512_loadu_si512(codes + i), one = _mm512_set1_epi32(1);
-        vi to_near = pack(near[0], near[1], near[2], near[3], 1);
-        vi to_far = pack(_mm512_sub_epi32(far[0], one), _mm512_sub_epi32(far[1], one),
-                         _mm512_sub_epi32(far[2], one), _mm512_sub_epi32(far[3], one), 1);
+        vi old = _mm512_loadu_si512(codes + i);
+        vi to_near = pack(near, 0, 1), to_far = pack(far, 1, 1);
         __mmask64 lost = _mm512_mask_cmpeq_epi8_mask(use, to_near, old);
         _mm512_storeu_si512(codes + i, _mm512_mask_mov_epi8(to_near, lost, to_far));
     }

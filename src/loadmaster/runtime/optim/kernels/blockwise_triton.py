@@ -36,7 +36,7 @@ def inverse(top: Any, scale: Any) -> Any:
 def largest(x: Any) -> Any:
     """Largest magnitude by its bits, so that a NaN is the largest of all."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    return tl.reduce(bits, 0, tl.standard._elementwise_max).to(tl.float32, bitcast=True)
 
 
 @triton.jit
