@@ -32,7 +32,17 @@ Array = npt.NDArray[np.float32]
 DEFAULT_BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 MIN_ELEMENTS = 4096  # below it a tensor keeps 32-bit state: nothing to gain, and biases and norms are sensitive
-_EMBEDDING_NAMES = ("embed", "embedding", "embeddings", "wte", "wpe", "tok_embeddings", "embed_tokens", "embed_in")
+_EMBEDDING_NAMES = (
+    "embed",
+    "embedding",
+    "embeddings",
+    "wte",
+    "wpe",
+    "embed_tokens",
+    "embed_positions",
+    "embed_in",
+    "shared",
+)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def memory_ledger(parts: Assembly) -> Ledger:
     for leaf in parts.leaves:
         for kind, value in parts.optimizer.state.get(leaf.tensor, {}).items():
             if isinstance(value, Tensor):
-                term = f"optimizer/{kind}"
+                term = "optimizer/scales" if kind.endswith("_scale") else f"optimizer/{kind}"
                 terms[term] = terms.get(term, 0) + _bytes(seen, [value])
     terms["optimizer/ema"] = _bytes(seen, (leaf.ema for leaf in parts.leaves if leaf.ema is not None))
     terms["buffers/all_gather"] = sum(w.full_bytes for w in parts.weights if w.free_after_use)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor
 
 from loadmaster.errors import InvalidInput
+from loadmaster.program.codebook import looks_like_embedding
 from loadmaster.program.shards import Range
+from loadmaster.runtime import optim
 
 __all__ = ["Leaf", "OptimizerConfig", "build_optimizer"]
 
@@ -124,8 +125,8 @@ def build_optimizer(config: OptimizerConfig, leaves: Sequence[Leaf], named: dict
         groups = [{"params": [torch.zeros(0, requires_grad=True)]}]  # a rank may own nothing but padding
     if config.factory is not None:
         return config.factory(groups)
-    if config.state_bits == 8:
-        return _eight_bit(config, groups, leaves)
+    if config.state_bits == 8 or config.name == "lion":
+        return _blockwise(config, groups, leaves)
     return _named_optimizer(config, groups)
 
 
@@ -146,19 +147,35 @@ def _named_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> t
                 "optimizer.name",
                 config.name,
                 "is not built in",
-                "use adamw, adam, sgd, sgd_momentum, adagrad or factory",
+                "use adamw, adam, sgd, sgd_momentum, lion, adagrad or factory",
             )
 
 
-def _eight_bit(config: OptimizerConfig, groups: list[dict[str, Any]], leaves: Sequence[Leaf]) -> torch.optim.Optimizer:
-    try:
-        from loadmaster.runtime import optim
-    except ImportError as error:
-        raise InvalidInput("layout.optimizer_bits", 8, "has no 8-bit optimizer here", "use 32") from error
-    ranges = {id(leaf.tensor): (leaf.range.name, leaf.full_shape, leaf.range.start, leaf.range.stop) for leaf in leaves}
-    fields = {f.name for f in dataclasses.fields(config)}
-    assert "state_bits" in fields
-    return optim.AdamW(  # type: ignore[no-any-return]
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, state_bits=8,
-        ranges=ranges, **config.options,
-    )  # fmt: skip
+def _blockwise(config: OptimizerConfig, groups: list[dict[str, Any]], leaves: Sequence[Leaf]) -> torch.optim.Optimizer:
+    """Ours, whose state is coded by the whole parameter's size and role, whatever part of it a leaf is."""
+    shards = {
+        leaf.tensor: optim.ParameterShard(
+            name=leaf.range.name, full_shape=leaf.full_shape, start=leaf.range.start, stop=leaf.range.stop,
+            is_embedding=looks_like_embedding(leaf.range.name),
+        )
+        for leaf in leaves
+    }  # fmt: skip
+    common: dict[str, Any] = {
+        "lr": config.lr, "weight_decay": config.weight_decay, "state_bits": config.state_bits, "shards": shards,
+        **config.options,
+    }  # fmt: skip
+    match config.name:
+        case "adamw" | "adam":
+            cls = optim.AdamW if config.name == "adamw" else optim.Adam
+            return cls(groups, betas=config.betas, eps=config.eps, **common)
+        case "sgd_momentum":
+            return optim.SGD(groups, momentum=config.betas[0], **common)
+        case "lion":
+            return optim.Lion(groups, betas=config.betas, **common)
+        case "adagrad":
+            return optim.Adagrad(groups, eps=config.eps, **common)
+        case _:
+            raise InvalidInput(
+                "optimizer.name", config.name, "has no 8-bit state",
+                "use adamw, adam, sgd_momentum, lion or adagrad, or optimizer_bits=32",
+            )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from loadmaster.program.shards import split_range
 from loadmaster.runtime.assembly import Assembly
+from loadmaster.runtime.optim import Blockwise
 from loadmaster.runtime.optimizer import Leaf
 from loadmaster.runtime.state import ReadState, StateShard
 
@@ -25,9 +27,9 @@ def state_shards(parts: Assembly) -> Iterator[StateShard]:
         if leaf.ema is not None:
             yield from _cut(parts, leaf, "ema", leaf.ema.view(-1))
         for kind, value in _optimizer_state(parts, leaf).items():
-            if value.numel() == leaf.range.numel and value.dim() > 0:
-                yield from _cut(parts, leaf, kind, value.detach().reshape(-1))
-            elif value.numel() == 1 and leaf.range.start == 0 and _writes_whole(parts):
+            if value.dim() > 0:
+                yield from _cut(parts, leaf, kind, value.detach().reshape(-1), grain=_grain(parts, kind))
+            elif leaf.range.start == 0 and _writes_whole(parts):
                 yield StateShard(name=leaf.range.name, kind=kind, full_shape=(), start=0, stop=1, tensor=value.view(1))
     yield from _untrained(parts)
 
@@ -60,9 +62,10 @@ def _load_leaf(parts: Assembly, leaf: Leaf, read: ReadState) -> None:
     if leaf.ema is not None:
         _fill(leaf.ema.view(-1), read(name, "ema", start, stop))
     for kind, value in _optimizer_state(parts, leaf).items():
-        if value.numel() == leaf.range.numel and value.dim() > 0:
-            _fill(value.view(-1), read(name, kind, start, stop))
-        elif value.numel() == 1:
+        if value.dim() > 0:
+            grain = _grain(parts, kind)
+            _fill(value.view(-1), read(name, kind, start // grain, -(-stop // grain)))
+        else:
             _fill(value.view(1), read(name, kind, 0, 1))
 
 
@@ -79,6 +82,9 @@ def _optimizer_state(parts: Assembly, leaf: Leaf) -> dict[str, Tensor]:
 def _make_optimizer_state(parts: Assembly) -> None:
     """Optimizers make their state in the first step; take one with no gradient and no learning rate."""
     if parts.optimizer.state:
+        return
+    if isinstance(parts.optimizer, Blockwise):
+        parts.optimizer.initialise()
         return
     kept = [(group, group["lr"]) for group in parts.optimizer.param_groups]
     before = [leaf.tensor.detach().clone() for leaf in parts.leaves]
@@ -98,16 +104,22 @@ def _make_optimizer_state(parts: Assembly) -> None:
                     state.zero_()
 
 
-def _cut(parts: Assembly, leaf: Leaf, kind: str, flat: Tensor) -> Iterator[StateShard]:
-    """The piece of the leaf's range that this rank writes."""
+def _cut(parts: Assembly, leaf: Leaf, kind: str, flat: Tensor, *, grain: int = 1) -> Iterator[StateShard]:
+    """The piece of the leaf's range that this rank writes; `grain` elements of the parameter share one of `flat`."""
     copies, index = _copies(parts)
-    start, stop = split_range(leaf.range.start, leaf.range.stop, copies, index)
+    base = leaf.range.start // grain
+    start, stop = split_range(base, -(-leaf.range.stop // grain), copies, index)
+    shape = leaf.full_shape if grain == 1 else (-(-math.prod(leaf.full_shape) // grain),)
     if start < stop:
-        base = leaf.range.start
         yield StateShard(
-            name=leaf.range.name, kind=kind, full_shape=leaf.full_shape, start=start, stop=stop,
+            name=leaf.range.name, kind=kind, full_shape=shape, start=start, stop=stop,
             tensor=flat[start - base : stop - base],
         )  # fmt: skip
+
+
+def _grain(parts: Assembly, kind: str) -> int:
+    """Elements of a parameter that share one element of its state: a block of 8-bit codes shares a scale."""
+    return parts.optimizer.block if kind.endswith("_scale") and isinstance(parts.optimizer, Blockwise) else 1
 
 
 def _copies(parts: Assembly) -> tuple[int, int]:

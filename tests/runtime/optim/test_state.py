@@ -176,7 +176,7 @@ def test_a_missing_rank_is_named(tmp_path) -> None:
     run_sharded(made, range(1))
     path = tmp_path / "0.safetensors"
     optim.save_state(made[0][2], path)
-    params, optimizer = whole()
+    _, optimizer = whole()
     with pytest.raises(InvalidInput, match="is in none of the files; give the files of every rank"):
         optim.load_state(optimizer, path)
 
