@@ -1,6 +1,5 @@
 """8-bit state under every ZeRO stage against one process, and a resume from each stage into every other."""
 
-
 import torch
 from tiny import batched, finish, sequences, start, tiny, whole
 
