@@ -18,7 +18,19 @@ from loadmaster.describe.op import Op, OpKind
 from loadmaster.describe.precision import BYTES, Precision
 from loadmaster.errors import InvalidInput
 
-__all__ = ["STACKS", "Alive", "Allocator", "Context", "Extra", "Kept", "LossTensor", "Size", "Stack", "StateLine"]
+__all__ = [
+    "STACKS",
+    "Alive",
+    "Allocator",
+    "Context",
+    "Deferral",
+    "Extra",
+    "Kept",
+    "LossTensor",
+    "Size",
+    "Stack",
+    "StateLine",
+]
 
 # name on the command line -> module below describe.stacks
 STACKS = {
@@ -133,18 +145,41 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Deferral:
+    """Whole copies of the stream (4 T h bytes each) that wait for the communication stream before they are reused.
+
+    The host runs ahead of the device; what NCCL still reads or writes cannot be handed out again, so unsharded tensors
+    pile up. Receiving from another stage stops the host and with it the pile.
+
+    Attributes:
+        copies: by pipeline stages (from that number on), then by tp 2, 4, 8 and more.
+        single: fewer where a lone stage has one micro-batch; max_tp, max_devices: none seen beyond.
+    """
+
+    copies: tuple[tuple[int, tuple[float, float, float, float]], ...] = ()
+    single: float = 0.0
+    max_tp: int = 16
+    max_devices: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
     """Bytes the caching allocator reserves beyond the live ones.
 
     Attributes:
-        state: share of the long-lived bytes; activations: of what comes and goes each micro-batch.
+        state: share of the long-lived bytes; activations: of the saved tensors.
+        odd_sizes: further share of them where widths are no multiples of one another, so that blocks do not fit.
         step: share of the optimizer step's temporaries: large flat tensors that find no room in cached blocks.
+        streams: whole copies of the stream (2 T h bytes) under tensor parallelism; deferral: see there.
         fixed: bytes of small pools and workspaces; sigma: spread of ln(measured / predicted).
     """
 
     state: float = 0.0
     activations: float = 0.05
+    odd_sizes: float = 0.0
     step: float = 0.0
+    streams: int = 0
+    deferral: Deferral = Deferral()
     fixed: int = 0
     sigma: float = 0.04
 

@@ -6,7 +6,6 @@ terms that exist at different events are never added. Everything is bytes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
 from loadmaster.describe.stack import Alive, Stack
 from loadmaster.describe.workload import Workload
+from loadmaster.laws.allocator import reserved_beyond_live
 from loadmaster.laws.in_flight import chunks_in_flight, per_chunk
 from loadmaster.laws.kept import backward_terms, kept_terms
 from loadmaster.laws.lines import state_lines, whole_state
@@ -120,6 +120,7 @@ class _Stage:
 
     index: Number
     always: Terms
+    kept: Terms
     outside: Terms
     events: tuple[tuple[str, tuple[Terms, ...]], ...]
 
@@ -141,7 +142,7 @@ class _Stage:
         around.update({name: around.get(name, 0) + number * later for name, number in lazy.items()})
         end = ({**kept_terms(run, placement, left), **gathered, **lazy}, state_lines(run, params, Alive.BACKWARD))
         return cls(
-            index=index, always=whole_state(run, params, placement), outside=_context(run),
+            index=index, always=whole_state(run, params, placement), kept=kept, outside=_context(run),
             events=(
                 *(("loss", (kept, around, terms)) for terms in loss_events(run, placement)),
                 ("backward", (kept, around, backward_terms(run, placement))),
@@ -162,7 +163,8 @@ class _Stage:
         for other in passes[1:]:
             most = greater(most, other)
         state = sum(self.always.values())
-        return state + greater(most, step) + _allocator(run, state, step, most) + sum(self.outside.values())
+        beyond = reserved_beyond_live(run, state=state, step=step, passes=most, kept=sum(self.kept.values()))
+        return state + greater(most, step) + beyond + sum(self.outside.values())
 
     def peak(self, run: Run) -> Peak:
         """The worst event, term by term."""
@@ -181,7 +183,9 @@ class _Stage:
                 for name, number in (item for part in parts for item in part.items()):
                     terms[name] = terms.get(name, 0) + number * mask
             event, most = np.array(names)[index], np.max(np.stack(np.broadcast_arrays(*totals[:-1])), axis=0)
-        rounding = _allocator(run, sum(self.always.values()), totals[-1], most)
+        rounding = reserved_beyond_live(
+            run, state=sum(self.always.values()), step=totals[-1], passes=most, kept=sum(self.kept.values())
+        )
         return Peak(terms={**terms, **self.outside, "allocator/rounding": rounding}, event=event, stage=self.index)
 
 
@@ -214,16 +218,3 @@ def _context(run: Run) -> Terms:
     for degree in (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp, layout.ep):
         groups = groups + where(degree > 1, 1, 0)
     return {"context": run.stack.context.device + run.stack.context.communicator * groups}
-
-
-def _allocator(run: Run, state: Number, step: Number, passes: Number) -> Number:
-    """Bytes reserved beyond the live ones.
-
-    Shares of what stays and of what forward and backward (`passes`) hold; and, where the optimizer step's flat tensors
-    find no room in cached blocks, the smaller of the two events beside the larger.
-    """
-    if run.on_cpu:
-        return 0
-    rule = run.stack.allocator
-    share = state * rule.state + passes * rule.activations + lesser(step, passes) * rule.step
-    return (np.ceil(share) if isinstance(share, np.ndarray) else math.ceil(share)) + rule.fixed

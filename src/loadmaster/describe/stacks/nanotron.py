@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadmaster.describe.stack import Alive, Allocator, Context, LossTensor, Stack, StateLine
+from loadmaster.describe.stack import Alive, Allocator, Context, Deferral, LossTensor, Stack, StateLine
 from loadmaster.describe.stacks.saving import CHUNKED_LOSS, FUSED, FUSED_LOSS
 from loadmaster.units import MIB
 
@@ -38,7 +38,17 @@ STACK = Stack(
     placement="cost",
     shards_over_cp=False,
     context=Context(device=600 * MIB, communicator=64 * MIB),
-    allocator=Allocator(activations=0.11, fixed=143 * MIB, sigma=0.12),
+    allocator=Allocator(
+        activations=0.12,
+        odd_sizes=0.07,
+        step=0.5,
+        streams=3,
+        deferral=Deferral(
+            copies=((1, (10, 18, 21, 22)), (2, (12, 3, 0, 0)), (4, (22, 15, 13, 13)), (8, (16, 19, 22, 20))), single=7.5
+        ),
+        fixed=150 * MIB,
+        sigma=0.11,
+    ),
     overlaps_gradient_reduction=False,
     overlaps_parameter_gather=False,
     sources=(ACCUMULATOR, TRAINER, GATHER),
