@@ -148,6 +148,15 @@ def test_objectives() -> None:
         search(MODEL, CLUSTER, WORK, objective="fun")
 
 
+@pytest.mark.parametrize("name", ["google-t5/t5-small", "openai/whisper-small", "google/vit-base-patch16-224"])
+def test_models_that_are_no_decoders(name: str) -> None:
+    model = Model.from_hf(name)
+    work = Workload(global_batch_size=16, seq_len=min(256, model.max_seq_len or 256))
+    best = plan(model, Cluster.parse("8xh100-sxm"), work).best
+    assert best is not None
+    assert explain(plan(model, Cluster.parse("8xh100-sxm"), work)).smallest_devices == 1
+
+
 def test_a_batch_that_no_layout_reaches() -> None:
     with pytest.raises(InvalidInput, match="global_batch_size"):
         plan(MODEL, Cluster.parse("7xh100-sxm"), Workload(global_batch_size=3, seq_len=128))

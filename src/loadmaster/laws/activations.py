@@ -73,9 +73,9 @@ def term_of(op: Op) -> str:
 
 
 def root(values: dict[str, Value], name: str) -> Value:
-    """The value whose storage `name` lies in."""
+    """The value whose storage `name` lies in; one that aliases another block's value stays as it is."""
     value = values[name]
-    while value.alias is not None:
+    while value.alias is not None and value.alias in values:
         value = values[value.alias]
     return value
 
@@ -96,7 +96,8 @@ def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: b
         rule = stack.kept(op)
         for name in _named(op, rule):
             value = values[name] if name in partial else root(values, name)
-            if value.name not in hidden and value.name not in found:
+            elsewhere = value.alias is not None and value.alias not in values  # the block that makes it keeps it
+            if value.name not in hidden and value.name not in found and not elsewhere:
                 found[value.name] = _of_value(op, value, precision, value.name in routed)
         if selective and op.kind in stack.selective:
             continue
