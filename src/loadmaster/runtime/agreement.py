@@ -22,7 +22,7 @@ __all__ = ["Agreement", "Place", "RankFailure"]
 
 _POLL = 0.1  # seconds between looks at the store
 _BEAT = 0.5  # seconds between heartbeats
-_SILENT = 5.0  # seconds without a heartbeat after which a rank is taken for dead
+_SILENT = 2.0  # seconds without a heartbeat after which a rank is taken for dead
 _generation = 0
 
 
@@ -65,6 +65,7 @@ class Agreement:
         _generation += 1
         self.rank, self.size, self.timeout = rank, size, timeout
         self.place = Place()
+        self._waiting = ""
         self._failure: RankFailure | None = None
         self._stop = threading.Event()
         self._store: Any = None
@@ -76,7 +77,7 @@ class Agreement:
 
     def at(self, step: int, action: str, micro_batch: int | None = None, stage: int = 0) -> None:
         """Say where this rank is, and raise if another has failed."""
-        self.place = Place(step, stage, micro_batch, action)
+        self.place, self._waiting = Place(step, stage, micro_batch, action), ""
         self.look()
 
     def look(self) -> None:
@@ -87,24 +88,27 @@ class Agreement:
     def check(self, name: str, waited: float) -> None:
         """Called while waiting for the collective `name`; ends a hang."""
         self.look()
+        self._waiting = name
         if waited > self.timeout:
-            raise self.report(RuntimeError(f"waited {waited:.0f} s for {name}; {self._who_is_behind()}"))
+            raise self._publish(self._blame(f"rank {self.rank} waited {waited:.0f} s for {name}"))
 
     def report(self, error: BaseException) -> RankFailure:
         """Tell all ranks of this rank's error and return what to raise; an earlier report of another wins."""
         if isinstance(error, RankFailure):
             return error
+        trace = "".join(traceback.format_exception(error))
+        failure = RankFailure(self.rank, self.place, f"{type(error).__name__}: {error}", trace)
         if self._store is not None and _is_lost_peer(error):
             self._wait_for_a_reason()
-        if self._failure is not None:
-            return self._failure
-        reason = f"{type(error).__name__}: {error}"
-        trace = "".join(traceback.format_exception(error))
-        failure = RankFailure(self.rank, self.place, reason, trace)
-        if self._store is not None:
-            self._tell(failure)
-        self._failure = failure
-        return failure
+            failure = self._failure or self._blame(f"rank {self.rank} lost its connection")
+        return self._publish(failure)
+
+    def _publish(self, failure: RankFailure) -> RankFailure:
+        if self._failure is None:
+            self._failure = failure
+            if self._store is not None:
+                self._tell(failure)
+        return self._failure
 
     def close(self) -> None:
         """Stop watching."""
@@ -125,7 +129,8 @@ class Agreement:
             try:
                 if time.monotonic() - last_beat > _BEAT:
                     last_beat = time.monotonic()
-                    self._store.set(self._beat_key(self.rank), f"{time.time()}|{self.place}")
+                    beat = {"time": time.time(), "place": asdict(self.place), "waiting": self._waiting}
+                    self._store.set(self._beat_key(self.rank), json.dumps(beat))
                 if self._store.check([f"{self._prefix}/failure"]):
                     told = json.loads(self._store.get(f"{self._prefix}/failure"))
                     if told["rank"] != self.rank:
@@ -140,24 +145,30 @@ class Agreement:
     def _beat_key(self, rank: int) -> str:
         return f"{self._prefix}/beat/{rank}"
 
-    def _beats(self) -> dict[int, tuple[float, str]]:
-        found = {}
-        for rank in range(self.size):
-            if self._store.check([self._beat_key(rank)]):
-                when, _, place = self._store.get(self._beat_key(rank)).decode().partition("|")
-                found[rank] = (time.time() - float(when), place)
-        return found
+    def _beats(self) -> dict[int, dict[str, Any]]:
+        """The last heartbeat of every rank that gave one."""
+        keys = {rank: self._beat_key(rank) for rank in range(self.size)}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
-    def _who_is_behind(self) -> str:
-        beats = self._beats()
-        silent = [r for r in range(self.size) if r not in beats or beats[r][0] > _SILENT]
-        if silent:
-            return f"rank {', '.join(map(str, silent))} is silent: killed or frozen"
-        return "; ".join(f"rank {r} is at {beats[r][1]}" for r in sorted(beats) if r != self.rank)
+    def _blame(self, symptom: str) -> RankFailure:
+        """Who is behind a wait or a lost connection: a silent rank, else one that waits for nobody."""
+        try:
+            beats = self._beats()
+        except RuntimeError:
+            return RankFailure(0, self.place, f"{symptom}; the job's store is gone: its process has ended")
+        others = [r for r in range(self.size) if r != self.rank]
+        for rank in others:
+            if rank not in beats or time.time() - beats[rank]["time"] > _SILENT:
+                place = Place(**beats[rank]["place"]) if rank in beats else Place()
+                return RankFailure(rank, place, f"silent: killed or frozen; {symptom}")
+        for rank in others:
+            if not beats[rank]["waiting"]:
+                return RankFailure(rank, Place(**beats[rank]["place"]), f"does not come on; {symptom}")
+        return RankFailure(self.rank, self.place, f"{symptom}, and so does every other rank")
 
     def _wait_for_a_reason(self) -> None:
-        """A broken connection is an echo: give the rank that broke it a moment to say why."""
-        deadline = time.monotonic() + 0.6
+        """A broken connection is an echo: give the rank that broke it time to say why, or to fall silent."""
+        deadline = time.monotonic() + _SILENT + 2 * _BEAT
         while self._failure is None and time.monotonic() < deadline:
             time.sleep(0.02)
 

@@ -234,9 +234,10 @@ class Engine:
             return "no token of the window counts on any rank"
         if math.isfinite(squares):
             return ""
-        bad = [r for r, row in enumerate(rows) if not math.isfinite(row[0])]
-        where = "every rank" if len(bad) == len(rows) else f"rank {', '.join(map(str, bad))}"
-        return f"a gradient is inf or nan (in the part of {where})"
+        lost = [str(r) for r, row in enumerate(rows) if not math.isfinite(row[1])]
+        if lost:
+            return f"the loss of rank {', '.join(lost)} is inf or nan"
+        return "a gradient is inf or nan though every loss is finite"
 
     def _update(self, factor: float) -> None:
         """Scale, step, write back, average, and send the new weights on their way."""

@@ -9,6 +9,7 @@ parameters they did not use, still meet the others.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,26 +29,27 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[Tensor] = []
+        self._lock = threading.Lock()  # the communication thread gives back what the main thread took
         self.live_bytes = 0
-        self.peak_bytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of undefined content."""
         need = numel * dtype.itemsize
-        fits = [b for b in self._free if need <= b.nbytes <= 2 * need]
-        if fits:
-            best = min(fits, key=lambda b: b.nbytes)
-            self._free = [b for b in self._free if b is not best]
-        else:
-            self._drop_free()
-            best = torch.empty(need, dtype=torch.uint8, device=self._device)
-            self.live_bytes += best.nbytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        with self._lock:
+            fits = [i for i, b in enumerate(self._free) if need <= b.nbytes <= 2 * need]
+            if fits:
+                best = self._free.pop(min(fits, key=lambda i: self._free[i].nbytes))
+            else:
+                self._drop_free()
+                best = torch.empty(need, dtype=torch.uint8, device=self._device)
+                self.live_bytes += best.nbytes
         return best[:need].view(dtype)
 
     def release(self, buffer: Tensor) -> None:
         """Give it back."""
-        self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(buffer.untyped_storage()))
+        whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(buffer.untyped_storage())
+        with self._lock:
+            self._free.append(whole)
 
     def _drop_free(self) -> None:
         for buffer in self._free:
@@ -108,8 +110,11 @@ class GradientBucket:
             view.copy_(gradient)
         self.filled[index] = True
 
-    def seal(self) -> None:
-        """Zero what no gradient reached, and the padding of a borrowed buffer."""
+    def seal(self) -> Tensor:
+        """Zero what no gradient reached, and the padding of a borrowed buffer; returns what is to be reduced.
+
+        A borrowed buffer is let go of here: the next micro-batch fills another while this one travels.
+        """
         if self.buffer is None:
             assert self._pool is not None
             self._attach(self._pool.acquire(self.table.numel, self.dtype))
@@ -122,18 +127,20 @@ class GradientBucket:
                 end = entries[i + 1].offset if i + 1 < len(entries) else self.table.numel
                 self.buffer[entry.offset + entry.numel : end].zero_()
         self.filled = [False] * len(self.params)
+        sealed = self.buffer
+        if self._pool is not None:
+            self.buffer, self.views = None, []
+        return sealed
 
-    def collect(self) -> None:
-        """Add the reduced own chunk of a borrowed buffer to the shard and give the buffer back."""
+    def collect(self, buffer: Tensor) -> None:
+        """Add the reduced own chunk of a borrowed `buffer` to the shard and give the buffer back."""
         if self._pool is None:
             return
-        assert self.buffer is not None
         if self.fresh:
-            self.shard.copy_(self._own(self.buffer))
+            self.shard.copy_(self._own(buffer))
         else:
-            self.shard.add_(self._own(self.buffer))
+            self.shard.add_(self._own(buffer))
         self.fresh = False
-        buffer, self.buffer, self.views = self.buffer, None, []
         self._pool.release(buffer)
 
 
@@ -194,18 +201,10 @@ class Reducer:
 
     def _make_room(self, bucket: GradientBucket) -> None:
         """Hold at most three borrowed buffers: the one being filled and two under way."""
-        self._wait_for_last(bucket)
         if bucket.buffer is None:
             self._running = [h for h in self._running if not h.done]
             while len(self._running) > 1:
                 self._running.pop(0).wait()
-
-    @staticmethod
-    def _wait_for_last(bucket: GradientBucket) -> None:
-        """Before a micro-batch's first gradient: the last one's reduction must be done with the buffer."""
-        if bucket.pending == len(bucket.params) and bucket.handle is not None:
-            bucket.handle.wait()
-            bucket.handle = None
 
     def _issue_ready(self) -> None:
         while self._next < len(self.sequence) and self.sequence[self._next] in self._ready:
@@ -218,34 +217,27 @@ class Reducer:
             return
         self._issued.add(b)
         bucket, last = self.buckets[b], self._last
-        self._wait_for_last(bucket)
-        bucket.seal()
+        buffer = bucket.seal()
         if self._communication is None:
-            bucket.collect()
+            bucket.collect(buffer)
             return
-        bucket.handle = self._communication.submit(self._name(), lambda: self._run(bucket, last))
+        bucket.handle = self._communication.submit(self._name(), lambda: self._run(bucket, buffer, last))
         if bucket._pool is not None:
             self._running.append(bucket.handle)
 
     def _name(self) -> str:
         return f"{'dp_shard' if self._shard is not None else 'dp_replicate'}/reduce"
 
-    def _run(self, bucket: GradientBucket, last: bool) -> None:
-        assert bucket.buffer is not None
+    def _run(self, bucket: GradientBucket, buffer: Tensor, last: bool) -> None:
         if self._shard is not None:
-            self._shard.reduce_scatter(bucket.buffer, self._wire)
-        bucket.collect()
+            self._shard.reduce_scatter(buffer, self._wire)
+        bucket.collect(buffer)
         if not last:
             return
         if self._replicate is not None:
             self._replicate.all_reduce(bucket.shard, self._wire)
         if self._gather_gradients and self._shard is not None:
-            self._shard.all_gather(self._whole(bucket), "all_gather")
-
-    @staticmethod
-    def _whole(bucket: GradientBucket) -> Tensor:
-        assert bucket.buffer is not None
-        return bucket.buffer
+            self._shard.all_gather(buffer)
 
     def finish_backward(self) -> None:
         """Issue what is left, in sequence: buckets with unused parameters, or all of them on an idle rank."""
