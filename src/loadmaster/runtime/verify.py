@@ -2,7 +2,9 @@
 
 The reference is plain PyTorch: one module, the whole global batch in one forward, one mean over its counted tokens,
 one optimizer. The layout runs the engine on real ranks. Sequences ignore different numbers of tokens and the last
-micro-batch is short, so that a mean of means, a sum not divided or a tensor counted twice shows.
+micro-batch is short, so that a mean of means, a sum not divided or a tensor counted twice shows. After each step the
+reference goes on from the layout's weights: every step is judged by itself, and the rounding that Adam's first steps
+blow up in near-zero gradients does not add up.
 """
 
 from __future__ import annotations
@@ -267,12 +269,14 @@ class _Reference:
         largest = max((float(p.grad.norm()) for p in named.values()), default=0.0)
         worst = max(differences, key=lambda n: differences[n], default="nothing")
         self.optimizer.step()
+        weight = self._weight_difference(weights)
+        self._continue_from(weights)
         return asdict(
             StepDifference(
                 step=step, loss=result.loss, reference_loss=loss, grad_norm=result.grad_norm, reference_grad_norm=norm,
                 gradient=_relative(math.hypot(*differences.values()), norm), worst=worst, skipped=result.reason,
                 worst_gradient=_relative(differences.get(worst, 0.0), largest),
-                weight=None if self.eight_bit else self._weight_difference(weights),
+                weight=None if self.eight_bit else weight,
             )
         )  # fmt: skip
 
@@ -290,6 +294,11 @@ class _Reference:
         (total / count).backward()  # type: ignore[no-untyped-call]
         squares = (p.grad.double().square().sum() for p in self.module.parameters() if p.grad is not None)
         return float(total.detach() / count), math.sqrt(sum(float(s) for s in squares))
+
+    def _continue_from(self, weights: Mapping[str, Any]) -> None:
+        for name, parameter in self.module.named_parameters():
+            if name in weights:
+                parameter.data.copy_(weights[name].view_as(parameter))
 
     def _weight_difference(self, weights: Mapping[str, Any]) -> float:
         named = {n: p.detach() for n, p in self.module.named_parameters() if n in weights}
