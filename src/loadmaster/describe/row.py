@@ -348,6 +348,7 @@ _UNSAID: tuple[tuple[str, _Test], ...] = (
     ("micro-batch", lambda r: not r.get("micro_batch")),
     ("sharding", lambda r: not r.get("sharding")),
     ("vocabulary", lambda r: not r.get("vocab")),
+    ("recompute (of which blocks)", lambda r: r.get("framework") == "fms-fsdp" and r.get("act_ckpt") == "selective"),
     ("recompute (the software's default)", lambda r: "AC = config defaults" in r.get("notes", "")),
     ("version, and with it the loss", lambda r: r.get("framework") == "torchtitan" and "B200" in r.get("gpu", "")),
     ("device", lambda r: not r.get("gpu")),

@@ -171,7 +171,8 @@ class Allocator:
         odd_sizes: further share of them where widths are no multiples of one another, so that blocks do not fit.
         step: share of the optimizer step's temporaries: large flat tensors that find no room in cached blocks.
         streams: whole copies of the stream (2 T h bytes) under tensor parallelism; deferral: see there.
-        fixed: bytes of small pools and workspaces; sigma: spread of ln(measured / predicted).
+        fixed: bytes of small pools and workspaces.
+        sigma, sigma_allocated: spread of ln(measured / predicted), of reserved and of live bytes.
     """
 
     state: float = 0.0
@@ -182,6 +183,7 @@ class Allocator:
     deferral: Deferral = Deferral()
     fixed: int = 0
     sigma: float = 0.04
+    sigma_allocated: float = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

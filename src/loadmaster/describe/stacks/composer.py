@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from loadmaster.describe.stacks.fsdp2 import STACK as FSDP2
-from loadmaster.describe.stacks.saving import FUSED
+from loadmaster.describe.stacks.saving import CHUNKED_LOSS, FUSED, FUSED_LOSS
 
 FOUNDRY = "mosaicml/llm-foundry scripts/train/benchmarking"
 
@@ -14,6 +14,8 @@ STACK = replace(
     name="composer",
     title="Composer / llm-foundry (MPT, FSDP)",
     saving=FUSED,
-    retains_unsharded=True,
+    retains_unsharded=False,  # every micro-batch's backward reduces and scatters
+    # flash-attn's cross-entropy, which writes the gradient over the logits, is the default loss
+    loss={"cross_entropy": FUSED_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     sources=(FOUNDRY,),
 )
