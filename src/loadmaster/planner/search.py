@@ -277,6 +277,12 @@ def _total(terms: Mapping[str, Any], count: int) -> NDArray[np.float64]:
     return total
 
 
+def _thinned(rows: NDArray[np.int64], most: int = 60) -> list[int]:
+    """At most so many of the rows, evenly, both ends included."""
+    picked = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64))
+    return [int(row) for row in rows[picked]]
+
+
 def _ranked(costs: Sequence[Cost]) -> list[Cost]:
     """The fastest first, but one that is simpler and as fast as makes no difference before it."""
     if not costs:
@@ -309,9 +315,7 @@ def _result(
     return PlanResult(
         plans=tuple(Plan(layout=c.layout, cost=c) for c in plans[:count]),
         rejections=(*too_large, *rejections),
-        front=tuple(
-            (priced.layout(int(r)), int(priced.bytes[r]), float(priced.seconds[r])) for r in priced.front()[:40]
-        ),
+        front=tuple((priced.layout(r), int(priced.bytes[r]), float(priced.seconds[r])) for r in _thinned(priced.front())),
         smallest=None if least is None else cost(least),
         considered=considered, priced=len(priced), seconds=perf_counter() - started, model=model, cluster=cluster,
         workload=workload, stack=chosen.name, notes=tuple(notes),

@@ -72,9 +72,12 @@ def _surroundings(result: PlanResult, explanation: Explanation) -> Text:
         text.append(f"With {what}: a step of {format_seconds(seconds)} ({seconds / base - 1:+.1%})\n")
     if explanation.smallest_devices is not None:
         text.append(f"Fewest devices of this kind that hold the model: {explanation.smallest_devices}\n")
-    if result.front:
-        layout, size, seconds = result.front[-1]
-        text.append(f"Least memory: {format_bytes(size)} at {format_seconds(seconds)} a step, {layout.describe()}")
+    if result.smallest is not None:
+        least = result.smallest
+        text.append(
+            f"Least memory: {format_bytes(least.memory.total)} at {format_seconds(least.step_seconds)} a step, "
+        )
+        text.append(least.layout.describe())
     return text
 
 
