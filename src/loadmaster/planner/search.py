@@ -315,7 +315,9 @@ def _result(
     return PlanResult(
         plans=tuple(Plan(layout=c.layout, cost=c) for c in plans[:count]),
         rejections=(*too_large, *rejections),
-        front=tuple((priced.layout(r), int(priced.bytes[r]), float(priced.seconds[r])) for r in _thinned(priced.front())),
+        front=tuple(
+            (priced.layout(r), int(priced.bytes[r]), float(priced.seconds[r])) for r in _thinned(priced.front())
+        ),
         smallest=None if least is None else cost(least),
         considered=considered, priced=len(priced), seconds=perf_counter() - started, model=model, cluster=cluster,
         workload=workload, stack=chosen.name, notes=tuple(notes),
