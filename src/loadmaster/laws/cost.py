@@ -30,7 +30,7 @@ class Cost:
     """One priced layout.
 
     Attributes:
-        memory: bytes at the peak of the worst rank; time: seconds of a step; traffic: bytes the busiest rank sends.
+        memory: bytes at the peak of the worst rank; time: seconds of a step.
         flops: of the whole step over all ranks: forward, backward, recompute, model, hardware.
         rank: a rank of the worst pipeline stage; peak_event: when its memory is at the peak.
         bubble_fraction: idle share of the pipeline, of the whole step.
@@ -44,13 +44,17 @@ class Cost:
     stack: str
     memory: Ledger
     time: Ledger
-    traffic: Ledger
     flops: Mapping[str, int | float]
     rank: int
     peak_event: str
     bubble_fraction: float
     memory_interval: Interval
     time_interval: Interval
+
+    @property
+    def traffic(self) -> Ledger:
+        """Bytes the busiest rank sends in a step; counted bucket by bucket when asked for."""
+        return Ledger("bytes", traffic_terms(self.model, self.workload, self.layout))
 
     @property
     def step_seconds(self) -> float:
@@ -173,7 +177,6 @@ def price(
     time = Ledger("seconds", _plain(time_terms(model, cluster, workload, layout, chosen)))
     return Cost(
         model=model, cluster=cluster, workload=workload, layout=layout, stack=chosen.name, memory=memory, time=time,
-        traffic=Ledger("bytes", traffic_terms(model, workload, layout)),
         flops=_plain(flops(model, workload, layout)),
         rank=int(peak.stage) * (layout.world_size // layout.pp),
         peak_event=str(peak.event),

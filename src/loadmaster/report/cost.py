@@ -36,8 +36,9 @@ def print_cost(cost: Cost, found: Sequence[Remedy] = (), console: Console | None
     out.print(memory_bar(cost.memory, cost.cluster.memory_bytes, width=min(out.width, 100)))
     out.print(_ledger_table("Memory, peak of the worst rank", cost.memory, format_bytes))
     out.print(_ledger_table("Time of a step", cost.time, format_seconds))
-    if len(cost.traffic):
-        out.print(_ledger_table("Traffic, sent by a rank in a step", cost.traffic, format_bytes))
+    traffic = cost.traffic
+    if len(traffic):
+        out.print(_ledger_table("Traffic, sent by a rank in a step", traffic, format_bytes))
     out.print(_speed(cost))
     if found:
         out.print(remedy_table(found, fits=cost.fits))
