@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loadmaster.describe.layout import Layout
-from loadmaster.describe.precision import Precision
+from loadmaster.describe.precision import Precision, Rounding
 from loadmaster.errors import InvalidInput
 from loadmaster.program.buckets import Bucket, buckets_of, stage_in_force
 from loadmaster.program.params import EMBEDDING, HEAD, Parameter, ParameterTable
@@ -148,7 +148,7 @@ def assemble(
     where = data_mesh(layout, mesh=mesh, device=device)
     stage = stage_in_force(layout)
     precision = Precision.named(layout.precision)
-    _refuse(layout, precision, config)
+    _refuse(layout)
     module.to(where.device)
     _cast_parameters(module, precision)
     _broadcast(module, where.data)
@@ -177,7 +177,9 @@ def assemble(
         module=module, layout=layout, config=config, precision=precision, mesh=where, stage=stage, table=table,
         named=named, meter=meter, agreement=agreement, communication=communication, control=control,
         collectives=tuple(c for c in (shard, replicate, control) if c is not None), pool=pool, reducer=reducer,
-        weights=weights, units=units, leaves=leaves, optimizer=build_optimizer(config, leaves, named),
+        weights=weights, units=units, leaves=leaves, optimizer=build_optimizer(
+            config, leaves, named, stochastic=precision.rounding is Rounding.STOCHASTIC
+        ),
         scaler=LossScaler() if precision.loss_scaling else None, findings=_find(module),
         hooks=_wait_hooks(module, weights) if stage in (1, 2) else [],
     )  # fmt: skip
@@ -235,16 +237,11 @@ def _layers(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int
     return found
 
 
-def _refuse(layout: Layout, precision: Precision, config: OptimizerConfig) -> None:
+def _refuse(layout: Layout) -> None:
     if layout.reduce_each_micro_batch and layout.zero == 0:
         raise InvalidInput(
             "layout.reduce_each_micro_batch", True, "saves nothing while every rank keeps the whole gradient",
             "use zero=1 or higher, or drop it",
-        )  # fmt: skip
-    if precision.rounding.value == "stochastic" and config.factory is None and layout.optimizer_bits == 32:
-        raise InvalidInput(
-            "layout.precision", layout.precision, "needs an optimizer that rounds stochastically",
-            "use bf16-master, or give optimizer.factory",
         )  # fmt: skip
 
 

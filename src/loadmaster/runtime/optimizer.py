@@ -110,8 +110,10 @@ def make_leaf(
     )
 
 
-def build_optimizer(config: OptimizerConfig, leaves: Sequence[Leaf], named: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """The optimizer over `leaves`, in groups of equal overrides."""
+def build_optimizer(
+    config: OptimizerConfig, leaves: Sequence[Leaf], named: dict[str, Tensor], *, stochastic: bool = False
+) -> torch.optim.Optimizer:
+    """The optimizer over `leaves`, in groups of equal overrides; `stochastic`: how it rounds bf16 weights."""
     groups: list[dict[str, Any]] = []
     for leaf in leaves:
         overrides = config.groups(leaf.range.name, named[leaf.range.name]) if config.groups else {}
@@ -125,8 +127,8 @@ def build_optimizer(config: OptimizerConfig, leaves: Sequence[Leaf], named: dict
         groups = [{"params": [torch.zeros(0, requires_grad=True)]}]  # a rank may own nothing but padding
     if config.factory is not None:
         return config.factory(groups)
-    if config.state_bits == 8 or config.name == "lion":
-        return _blockwise(config, groups, leaves)
+    if config.state_bits == 8 or config.name == "lion" or stochastic:
+        return _blockwise(config, groups, leaves, stochastic=stochastic)
     return _named_optimizer(config, groups)
 
 
@@ -151,7 +153,9 @@ def _named_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> t
             )
 
 
-def _blockwise(config: OptimizerConfig, groups: list[dict[str, Any]], leaves: Sequence[Leaf]) -> torch.optim.Optimizer:
+def _blockwise(
+    config: OptimizerConfig, groups: list[dict[str, Any]], leaves: Sequence[Leaf], *, stochastic: bool
+) -> torch.optim.Optimizer:
     """Ours, whose state is coded by the whole parameter's size and role, whatever part of it a leaf is."""
     shards = {
         leaf.tensor: optim.ParameterShard(
@@ -162,7 +166,7 @@ def _blockwise(config: OptimizerConfig, groups: list[dict[str, Any]], leaves: Se
     }  # fmt: skip
     common: dict[str, Any] = {
         "lr": config.lr, "weight_decay": config.weight_decay, "state_bits": config.state_bits, "shards": shards,
-        **config.options,
+        "stochastic_rounding": stochastic, **config.options,
     }  # fmt: skip
     match config.name:
         case "adamw" | "adam":
@@ -176,6 +180,6 @@ def _blockwise(config: OptimizerConfig, groups: list[dict[str, Any]], leaves: Se
             return optim.Adagrad(groups, eps=config.eps, **common)
         case _:
             raise InvalidInput(
-                "optimizer.name", config.name, "has no 8-bit state",
-                "use adamw, adam, sgd_momentum, lion or adagrad, or optimizer_bits=32",
+                "optimizer.name", config.name, "has no 8-bit state and no stochastic rounding",
+                "use adamw, adam, sgd_momentum, lion or adagrad, or optimizer_bits=32 and another precision",
             )  # fmt: skip
