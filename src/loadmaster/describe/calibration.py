@@ -38,21 +38,25 @@ class Calibration:
         head_floor: seconds of the host a micro-batch: embedding, head, loss, the loop.
         floor_power: how sharply the larger of host and device time wins.
         tp_floor: growth of `op_floor` for each further tensor-parallel rank (the slowest host of t sets the pace).
+        tp_floor_far: further growth for each node beyond the first that a tensor-parallel group spans.
         pipeline_floor: growth of `op_floor` with tp where pipeline stages lie on different nodes.
         bus_efficiency: share of the links' bandwidth that collectives in a node reach.
         nic_efficiency: the same between nodes.
-        tp_latency, tp_latency_far: seconds of each tensor-parallel collective in a node, between nodes.
+        tp_latency, tp_latency_far: seconds of each tensor-parallel collective in a node; between nodes, over 16 ranks
+            (growing with their number, as a ring's does).
+        tp_far_efficiency: share of a node's NICs that a tensor-parallel group across nodes reaches.
         tp_exposed: share of tensor-parallel communication that nothing hides.
         ring_share, ring_share_node: share of its NICs' bandwidth that a data ring with several members a node,
             with a whole node, reaches.
-        dp_overlap: share of the last backward beside which gradients are reduced.
+        dp_overlap, dp_overlap_sharded: share of the last backward beside which gradients are reduced, whole (ZeRO 0)
+            or scattered to their shards (ZeRO 1, 2).
         gather_overlap: share of the compute beside which ZeRO-3 gathers and scatters.
         gather_tax: share of its own seconds by which a hidden collective slows the compute beside it.
         cp_overlap: share of attention beside which keys and values travel.
         ep_exposed: share of the experts' exchange that nothing hides; ep_latency: seconds of each exchange.
         send_exposed: share of the pipeline's sends that nothing hides.
         straggler: growth of layer time for each doubling of the data ranks across nodes.
-        dp_noise: seconds a step at 8 nodes, growing with the cube of the nodes (what one sweep shows).
+        dp_noise: seconds a step at 64 nodes, growing with the fourth power of the nodes (what one sweep shows).
         update_floor: seconds of the optimizer step beyond its bytes.
         low, high: 5 % and 95 % of measured over predicted step time.
         source: rows it was fitted on.
@@ -75,15 +79,18 @@ class Calibration:
     head_floor: float
     floor_power: float
     tp_floor: float
+    tp_floor_far: float
     pipeline_floor: float
     bus_efficiency: float
     nic_efficiency: float
     tp_latency: float
     tp_latency_far: float
+    tp_far_efficiency: float
     tp_exposed: float
     ring_share: float
     ring_share_node: float
     dp_overlap: float
+    dp_overlap_sharded: float
     gather_overlap: float
     gather_tax: float
     cp_overlap: float

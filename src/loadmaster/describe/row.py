@@ -132,10 +132,22 @@ def _cluster(row: Row, world_size: int) -> Cluster:
     if name not in _DEVICES:
         raise InvalidInput("row.gpu", row.get("gpu", ""), "is not in the catalogue", "name one of its devices")
     per_node = int(float(row.get("gpus_per_node") or 8))
-    cluster = Cluster.parse(_DEVICES[name])
+    cluster = Cluster.parse(f"{per_node}x{_DEVICES[name]}")
+    far = _network(row.get("interconnect", ""), per_node)
+    if far is not None:
+        cluster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=far))
     if world_size % per_node == 0:
         return replace(cluster, devices_per_node=per_node, num_nodes=world_size // per_node)
-    return Cluster.parse(f"{world_size}x{_DEVICES[name]}") if world_size <= 8 else _odd(cluster, per_node, world_size)
+    return cluster.resized(world_size) if world_size <= per_node else _odd(cluster, per_node, world_size)
+
+
+def _network(text: str, per_node: int) -> float | None:
+    """A device's share of the network between nodes in bytes/s, from ``8x200 Gb/s``, ``400 Gb/s per GPU`` or a node's sum."""
+    match = re.search(r"(?:(\d+)x)?(\d+) ?Gb(?:ps|/s)?\b", text)
+    if match is None:
+        return None
+    each = float(match[2]) * 1e9 / 8
+    return each if "per GPU" in text else each * int(match[1] or 1) / per_node
 
 
 def _odd(cluster: Cluster, per_node: int, world_size: int) -> Cluster:
@@ -312,6 +324,8 @@ def _stack(row: Row) -> Stack:
         changes["fused"] = ((OpKind.ACTIVATION, OpKind.MULTIPLY),)
     if "CP by all-to-all" in row.get("notes", ""):
         changes["attention"] = "flash_all_to_all"
+    if name == "torchtitan" and "compile" not in row.get("compile", ""):
+        changes["compiled"] = False
     if "deterministic-mode" in row.get("notes", ""):
         changes["deterministic"] = True
     if "no-gradient-accumulation-fusion" in row.get("notes", ""):

@@ -162,9 +162,9 @@ def _tp_reduce(block: BlockCoefficients, machine: Machine, tokens: Array, layout
     near = t <= cluster.fast_domain
     bandwidth = np.where(
         near, c.bus_efficiency * cluster.intra_node.bandwidth,
-        c.nic_efficiency * cluster.inter_node.bandwidth * cluster.devices_per_node,
+        c.tp_far_efficiency * cluster.inter_node.bandwidth * cluster.devices_per_node,
     )  # fmt: skip
-    alpha = np.where(near, c.tp_latency, c.tp_latency_far)
+    alpha = np.where(near, c.tp_latency, c.tp_latency_far * np.asarray(t) / 16.0)
     traffic = 2.0 * (t - 1) / t * machine.element * block.width * tokens
     return np.where(np.asarray(t) > 1, c.tp_exposed * (alpha + traffic / bandwidth), 0.0)
 

@@ -94,10 +94,10 @@ def gradient_seconds(
     )
     often = np.where((full.zero == 2) & full.reduce_each_micro_batch, m, 1.0)
     plain = np.where(full.zero > 0, often * scatter + gather, scatter + once(dense * grad, expert * grad))
-    beside = c.dp_overlap * whole_step.backward
+    beside = np.where(full.zero > 0, c.dp_overlap_sharded, c.dp_overlap) * whole_step.backward
     exposed = np.maximum(plain - beside, 0.0)
     nodes = full.tp * full.cp * full.pp * full.dp_replicate * full.dp_shard / cluster.devices_per_node
-    noise = np.where((nodes > 1) & (shards * replicas > 1), c.dp_noise * (nodes / 8.0) ** 3, 0.0)
+    noise = np.where((nodes > 1) & (shards * replicas > 1), c.dp_noise * (nodes / 64.0) ** 4, 0.0)
     axis = np.where(shards > 1, np.where(full.zero == 3, sharded, exposed), 0.0)
     owned = (dense + expert) / np.where(full.zero > 0, shards, 1)
     moments = np.where(full.optimizer_bits == 8, 2.0, 8.0)

@@ -137,13 +137,13 @@ def _stage_layers(numbers: ModelCoefficients, stack: Stack, full: Columns) -> tu
 
 
 def _placed_by_cost(numbers: ModelCoefficients, p: Array) -> tuple[Array, Array]:
-    """Blocks go to a stage until their cumulative products pass its share, the head's included (nanotron's rule)."""
+    """Blocks go to a stage until their cumulative products reach its share, the head's included (nanotron's rule)."""
     inner = sum(n * q.rows * q.d_in * q.d_out * q.top_k for block, n in numbers.blocks for q in block.products)
     head = sum(q.rows * q.d_in * q.d_out for q in numbers.head.products)
     layers = numbers.num_layers
     share = (layers + head / (inner / layers)) / p
-    first = np.minimum(layers, np.floor(share).astype(np.int64) + 1)
-    before_last = np.minimum(layers, np.floor((p - 1) * share).astype(np.int64) + 1)
+    first = np.minimum(layers, np.ceil(share - 1e-9).astype(np.int64))
+    before_last = np.minimum(layers, np.ceil((p - 1) * share - 1e-9).astype(np.int64))
     return np.where(p > 1, first, layers), np.where(p > 1, layers - before_last, 0)
 
 
@@ -221,11 +221,12 @@ def _recompute_share(numbers: ModelCoefficients, full: Columns) -> Array:
 
 
 def _pipeline_floor(machine: Machine, full: Columns) -> Array:
-    """Growth of the host floor with tp when stages, or tp itself, cross nodes (nanotron's sweep shows it)."""
+    """Growth of the host floor with tp, and more where stages lie on other nodes (nanotron's sweep shows it)."""
     per_node = machine.cluster.devices_per_node
     world = full.tp * full.cp * full.pp * full.dp_replicate * full.dp_shard
-    crosses = (full.tp > 1) & (((full.pp > 1) & (world > per_node)) | (full.tp > per_node))
+    crosses = (full.tp > 1) & (full.pp > 1) & (world > per_node)
     inside = machine.constants.tp_floor * (np.minimum(full.tp, per_node) - 1.0)
+    inside = inside + machine.constants.tp_floor_far * (np.maximum(full.tp / per_node, 1.0) - 1.0)
     return 1.0 + inside + np.where(crosses, machine.constants.pipeline_floor * np.power(full.tp / 2.0, 1.1), 0.0)
 
 
