@@ -22,13 +22,15 @@ class Calibration:
     """Constants of one (device, stack).
 
     Attributes:
-        gemm_efficiency: share of the dense peak that large products reach; low_efficiency: the same in FP8 or FP4.
+        gemm_efficiency: share of the dense peak that large products reach; low_efficiency: the same in FP8;
+            fp4_efficiency: in FP4.
         gemm_overhead: seconds a product costs beyond its FLOPs (tile and wave tails, launch gaps).
         batched_efficiency: share of the peak of the two batched products of unfused attention.
         attention_efficiency: share of the peak of a fused attention kernel, over its causal FLOPs.
         score_bytes: memory traffic a score element of unfused attention: softmax, mask, dropout; forward + backward.
         memory_efficiency: share of the memory bandwidth that element-wise kernels reach.
         elementwise: traffic of the layer's small ops over what the op table says, forward (fusion, casts).
+        eager: the same again where a stack that compiles its blocks runs them uncompiled.
         cast: traffic of narrowing the operands of FP8 products, over reading 2 bytes and writing 1.
         logit_bytes: traffic a logit, loss forward and backward.
         head_efficiency: share of the peak of the output layer's products; head_efficiency_whole: where tp does not
@@ -45,7 +47,8 @@ class Calibration:
         tp_latency, tp_latency_far: seconds of each tensor-parallel collective in a node; between nodes, over 16 ranks
             (growing with their number, as a ring's does).
         tp_far_efficiency: share of a node's NICs that a tensor-parallel group across nodes reaches.
-        tp_exposed: share of tensor-parallel communication that nothing hides.
+        tp_exposed, tp_exposed_async: share of tensor-parallel communication that nothing hides; where the stack
+            runs it beside its products.
         ring_share, ring_share_node: share of its NICs' bandwidth that a data ring with several members a node,
             with a whole node, reaches.
         dp_overlap, dp_overlap_sharded: share of the last backward beside which gradients are reduced, whole (ZeRO 0)
@@ -64,12 +67,14 @@ class Calibration:
 
     gemm_efficiency: float
     low_efficiency: float
+    fp4_efficiency: float
     gemm_overhead: float
     batched_efficiency: float
     attention_efficiency: float
     score_bytes: float
     memory_efficiency: float
     elementwise: float
+    eager: float
     cast: float
     logit_bytes: float
     head_efficiency: float
@@ -87,6 +92,7 @@ class Calibration:
     tp_latency_far: float
     tp_far_efficiency: float
     tp_exposed: float
+    tp_exposed_async: float
     ring_share: float
     ring_share_node: float
     dp_overlap: float

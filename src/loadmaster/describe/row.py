@@ -214,7 +214,7 @@ def _layout(row: Row) -> Layout:
     virtual = max(1, _int(row, "vpp", 1))
     return Layout(
         dp_replicate=dp // shard, dp_shard=shard, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero,
-        sequence_parallel=row.get("sp") == "1" and tp > 1, micro_batch_size=_int(row, "micro_batch"),
+        sequence_parallel=tp > 1 and _sequence_parallel(row), micro_batch_size=_int(row, "micro_batch"),
         offload_optimizer=_offloads_optimizer(row), virtual_stages=virtual if pp > 1 else 1,
         schedule=_schedule(row, virtual), precision=_precision(row), **_recompute(row),
     )  # fmt: skip
@@ -228,6 +228,12 @@ def _offloads_optimizer(row: Row) -> bool:
             "row.offload", row["offload"], "is an offload the laws do not have", "none, or the optimizer"
         )
     return bool(text)
+
+
+def _sequence_parallel(row: Row) -> bool:
+    """As stated; NVIDIA's recipes switch it on with tensor parallelism and do not print it."""
+    recipe = "nemo" in row.get("framework", "").lower() or "megatron-bridge" in row.get("framework", "").lower()
+    return row.get("sp") == "1" or (not row.get("sp") and recipe)
 
 
 def _sharding(row: Row, dp: int) -> tuple[int, int]:
@@ -326,6 +332,8 @@ def _stack(row: Row) -> Stack:
         changes["attention"] = "flash_all_to_all"
     if name == "torchtitan" and "compile" not in row.get("compile", ""):
         changes["compiled"] = False
+    if re.search(r"async ?tp", row.get("notes", "").lower()):
+        changes["overlaps_tensor_parallel"] = True
     if "deterministic-mode" in row.get("notes", ""):
         changes["deterministic"] = True
     if "no-gradient-accumulation-fusion" in row.get("notes", ""):

@@ -53,7 +53,8 @@ class BlockCoefficients:
         reductions, backward_reductions: tensor-parallel all-reduces of the stream, forward and backward.
         exchanges: expert exchanges forward (dispatch and combine).
         num_ops: ops the host launches forward.
-        split_params, whole_params, expert_params: parameters that tp divides, that it does not, of experts.
+        split_params, whole_params: parameters that tp divides, that it does not; expert_params: of experts, which ep
+            divides, and expert_split_params those of them that tp divides too.
         width: of the stream; top_k: experts a token visits.
     """
 
@@ -68,6 +69,7 @@ class BlockCoefficients:
     split_params: int
     whole_params: int
     expert_params: int
+    expert_split_params: int
     width: int
     top_k: int
 
@@ -121,6 +123,7 @@ def block_coefficients(block: Block) -> BlockCoefficients:
     columns = {op.inputs[0] for op in block.ops for p in _products(block, op) if p.split == "column"}
     stream, split = _small_op_elements(block)
     dense = [w for w in block.weights if w.num_experts == 1]
+    experts = [w for w in block.weights if w.num_experts > 1]
     return BlockCoefficients(
         products=products,
         cores=tuple(_core(block, op) for op in block.ops if op.attention is not None),
@@ -131,7 +134,8 @@ def block_coefficients(block: Block) -> BlockCoefficients:
         num_ops=len(block.ops),
         split_params=sum(w.num_params for w in dense if w.split is Split.TP),
         whole_params=sum(w.num_params for w in dense if w.split is not Split.TP),
-        expert_params=sum(w.num_params for w in block.weights if w.num_experts > 1),
+        expert_params=sum(w.num_params for w in experts if w.split is not Split.TP),
+        expert_split_params=sum(w.num_params for w in experts if w.split is Split.TP),
         width=block.value(block.output).width if block.values else 0,
         top_k=max((p.top_k for p in products), default=1),
     )  # fmt: skip

@@ -103,12 +103,13 @@ def layer_times(block: BlockCoefficients, machine: Machine, workload: Workload, 
         core_forward, backward = core_forward + once, backward + back
     stream = np.where(layout.sequence_parallel, layout.tp, 1)
     elements = block.stream_elements / stream + block.split_elements / layout.tp
-    small = c.elementwise * machine.element * tokens * elements / machine.bandwidth
-    again = {
-        "full": forward + core_forward + small,
-        "selective": core_forward,
-        "blocks": forward + core_forward + small,
-    }
+    passes = c.elementwise * (1.0 if machine.stack.compiled else c.eager)
+    small = passes * machine.element * tokens * elements / machine.bandwidth
+    whole = forward + core_forward + small
+    some = core_forward
+    if machine.stack.selective_matmuls:
+        some = forward / 2.0 + small  # torchtitan keeps attention's output and every second product's
+    again = {"full": whole, "blocks": whole, "selective": some}
     forward, backward = forward + core_forward + small, backward + 2.0 * small
     reduce = _tp_reduce(block, machine, tokens, layout)
     tp = (block.reductions + block.backward_reductions) * reduce
@@ -134,7 +135,8 @@ def _product(p: Product, machine: Machine, tokens: Array, layout: Any, trains: b
     traffic = element * (rows * (d_in + d_out) + copies * d_in * d_out)
     cast = 0.0
     if machine.low:
-        rate = c.low_efficiency * machine.low_peak
+        narrow = c.fp4_efficiency if machine.precision.matmul == "nvfp4" else c.low_efficiency
+        rate = narrow * machine.low_peak
         cast = c.cast * 3.0 * (rows * d_in + copies * d_in * d_out) / machine.bandwidth
     once = np.maximum(2.0 * rows * d_in * d_out / rate + c.gemm_overhead, traffic / machine.bandwidth)
     return once + cast, (2.0 if trains else 1.0) * (once + cast)
@@ -166,7 +168,8 @@ def _tp_reduce(block: BlockCoefficients, machine: Machine, tokens: Array, layout
     )  # fmt: skip
     alpha = np.where(near, c.tp_latency, c.tp_latency_far * np.asarray(t) / 16.0)
     traffic = 2.0 * (t - 1) / t * machine.element * block.width * tokens
-    return np.where(np.asarray(t) > 1, c.tp_exposed * (alpha + traffic / bandwidth), 0.0)
+    exposed = c.tp_exposed_async if machine.stack.overlaps_tensor_parallel else c.tp_exposed
+    return np.where(np.asarray(t) > 1, exposed * (alpha + traffic / bandwidth), 0.0)
 
 
 def _cp(block: BlockCoefficients, machine: Machine, tokens: Array, core: Array, layout: Any) -> Array:
@@ -190,8 +193,11 @@ def _ep(block: BlockCoefficients, machine: Machine, tokens: Array, layout: Any) 
         return 0.0
     c, cluster = machine.constants, machine.cluster
     inside = np.minimum(layout.ep, np.maximum(1, cluster.fast_domain // layout.tp))
-    sent = machine.element * tokens * block.width * block.top_k / np.where(layout.sequence_parallel, layout.tp, 1)
-    near = (inside - 1) / layout.ep * sent / (c.bus_efficiency * cluster.intra_node.bandwidth)
-    far = (layout.ep - inside) / layout.ep * sent / (c.nic_efficiency * cluster.inter_node.bandwidth)
+    domains = np.maximum(1.0, layout.ep / inside)
+    each = machine.element * tokens * block.width / np.where(layout.sequence_parallel, layout.tp, 1)
+    near = (1.0 - 1.0 / layout.ep) * block.top_k * each / (c.bus_efficiency * cluster.intra_node.bandwidth)
+    # a token crosses once to each other node that holds one of its experts
+    others = (domains - 1.0) * (1.0 - (1.0 - 1.0 / domains) ** block.top_k)
+    far = others * each / (c.nic_efficiency * cluster.inter_node.bandwidth)
     seconds = c.ep_latency + np.maximum(near, far)
     return np.where(np.asarray(layout.ep) > 1, 2.0 * block.exchanges * c.ep_exposed * seconds, 0.0)

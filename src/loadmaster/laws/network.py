@@ -39,20 +39,20 @@ def ring_bandwidth(machine: Machine, members: Array, stride: Array) -> Array:
     ring's g members in a node, less what several members in one node lose (ring_share).
     """
     c, cluster = machine.constants, machine.cluster
-    per_node = np.maximum(
-        1, np.minimum(members, cluster.devices_per_node // np.minimum(stride, cluster.devices_per_node))
-    )
-    share = np.where(per_node >= cluster.devices_per_node, c.ring_share_node, np.where(per_node > 1, c.ring_share, 1.0))
-    far = c.nic_efficiency * cluster.inter_node.bandwidth * per_node * share
+    domain = cluster.fast_domain
+    inside = np.maximum(1, np.minimum(members, domain // np.minimum(stride, domain)))
+    share = np.where(inside >= domain, c.ring_share_node, np.where(inside > 1, c.ring_share, 1.0))
     near = c.bus_efficiency * cluster.intra_node.bandwidth
-    return np.where(members * stride <= cluster.fast_domain, near, far)
+    far = np.minimum(near, c.nic_efficiency * cluster.inter_node.bandwidth * inside * share)
+    return np.where(members * stride <= domain, near, far)
 
 
 def stage_params(numbers: ModelCoefficients, full: Any, first: Array, last: Array) -> tuple[Array, Array]:
     """Dense and expert parameters of the fullest rank."""
     layers = numbers.num_layers
     dense_layer = sum(n * (b.split_params / full.tp + b.whole_params) for b, n in numbers.blocks) / layers
-    expert_layer = sum(n * b.expert_params for b, n in numbers.blocks) / layers / full.ep
+    experts = ((n * b.expert_params, n * b.expert_split_params) for b, n in numbers.blocks)
+    expert_layer = sum(whole + split / full.tp for whole, split in experts) / layers / full.ep
     embedding = (numbers.embedding.split_params + numbers.embedding.whole_params) / full.tp
     head = (numbers.head.split_params + numbers.head.whole_params) / full.tp
     tied = np.where(full.pp > 1, numbers.tied_params / full.tp, 0.0)
