@@ -85,3 +85,11 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, float]:
     size = np.abs(signed)
     return {"rows": len(size), "mean": float(size.mean()), "median": float(np.median(size)),
             "p90": float(np.percentile(size, 90)), "bias": float(np.median(signed))}  # fmt: skip
+
+
+def stalled(groups: list[Group], predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """Runs of the nanotron sweep with pp > 1 that waited more than 0.4 s for every micro-batch beyond the law."""
+    columns = {f: cells(groups, f).astype(float) for f in ("pp", "micro_batch", "dp", "global_batch")}
+    micro_batches = columns["global_batch"] / columns["dp"] / columns["micro_batch"]
+    nanotron = np.array([g.stack.name == "nanotron" for g in groups for _ in g.rows])
+    return nanotron & (columns["pp"] > 1) & ((measured - predicted) / micro_batches > 0.4)

@@ -1,9 +1,9 @@
 """Calibration: the few constants that turn work into seconds on a device under a stack, with where they come from.
 
-`catalog/calibration.toml` holds a table of defaults, one table a device, one a stack and one a (stack, device) pair;
-the later ones override. Constants were fitted once, on published runs, by `benchmarks/fit_step_time.py`: never per
-model, per layout or per run. A pair that no run measured takes its device's and its stack's constants, and the
-interval of the prediction is then the wide one.
+`catalog/calibration.toml` holds a table of defaults, one table a device and one a stack, written by hand from published
+figures; `catalog/calibration_fitted.toml` one a (stack, device) pair, fitted once on published runs by
+`benchmarks/fit_step_time.py`: never per model, per layout or per run. The later ones override. A pair that no run
+measured takes its device's and its stack's constants, and the interval of the prediction is then the wide one.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Calibration:
         straggler: growth of layer time for each doubling of the data ranks across nodes.
         dp_noise: seconds a step at 64 nodes, growing with the fourth power of the nodes (what one sweep shows).
         update_floor: seconds of the optimizer step beyond its bytes.
+        stall: seconds a micro-batch that a pipeline across nodes may stall (1 - 1/pp of it): it widens the interval, as
+            nobody can say which runs do; see nanotron's sweep.
         low, high: 5 % and 95 % of measured over predicted step time.
         source: rows it was fitted on.
     """
@@ -106,6 +108,7 @@ class Calibration:
     straggler: float
     dp_noise: float
     update_floor: float
+    stall: float
     low: float
     high: float
     source: str = ""
@@ -127,14 +130,18 @@ class Calibration:
 
 @cache
 def _tables() -> dict[str, Any]:
-    text = resources.files("loadmaster.describe").joinpath("catalog/calibration.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    catalog = resources.files("loadmaster.describe").joinpath("catalog")
+    files = ("calibration.toml", "calibration_fitted.toml")
+    written, fitted = (tomllib.loads(catalog.joinpath(name).read_text(encoding="utf-8")) for name in files)
+    return {**written, "pair": fitted}
 
 
 @cache
 def _resolve(device: str, stack: str) -> Calibration:
     tables = _tables()
-    pair = tables.get("pair", {}).get(f"{stack}@{device}", {})
-    merged = {**tables["default"], **tables.get("device", {}).get(device, {}), **tables.get("stack", {}).get(stack, {})}
+    layers = [
+        tables["default"], tables["device"].get(device, {}), tables["stack"].get(stack, {}),
+        tables["pair"].get(f"{stack}@{device}", {}),
+    ]  # fmt: skip
     known = {f.name for f in fields(Calibration)}
-    return Calibration(**{k: v for k, v in {**merged, **pair}.items() if k in known})
+    return Calibration(**{k: v for table in layers for k, v in table.items() if k in known})

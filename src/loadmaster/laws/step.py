@@ -63,10 +63,19 @@ def time_terms(
     return terms
 
 
-def step_interval(cluster: Cluster, stack: Stack) -> tuple[float, float]:
-    """Factors on the predicted step time between which 90 % of measured ones fall, for this device and stack."""
-    constants = Calibration.of(cluster.device.name, stack.name)
-    return constants.low, constants.high
+def step_interval(
+    cluster: Cluster, stack: Stack, workload: Workload, layout: Any, seconds: Array
+) -> tuple[Array, Array]:
+    """Seconds between which 90 % of measured steps fall, for this device and stack, around the predicted `seconds`.
+
+    The upper one allows for the stall per micro-batch that runs of a stack with stages on several nodes may show.
+    """
+    c = Calibration.of(cluster.device.name, stack.name)
+    dp = layout.dp_replicate * layout.dp_shard
+    micro_batches = workload.global_batch_size / (dp * layout.micro_batch_size)
+    world = layout.tp * layout.cp * layout.pp * dp
+    stalls = np.where(world > cluster.devices_per_node, c.stall * (1.0 - 1.0 / np.asarray(layout.pp)), 0.0)
+    return c.low * seconds, c.high * seconds + micro_batches * stalls[()]
 
 
 def _unique(full: Columns) -> tuple[Columns, Array]:
