@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from measured import Group, cells, errors, load, predict, stalled
 from scipy.optimize import least_squares
 
 from loadmaster.describe.calibration import Calibration
+from measured import Group, cells, errors, load, predict, stalled
 
 OUTPUT = Path(__file__).parents[1] / "src/loadmaster/describe/catalog/calibration_fitted.toml"
 
@@ -61,12 +61,13 @@ RECIPES = ("megatron_bridge_summary", "megatron_bridge_cards", "dgxc_recipes")
 FITS = {
     "megatron-deepspeed@a100-sxm-80gb": Fit(
         tables=("vtrain_a100",), weigh="nodes", scale=0.01,
-        free="op_floor tp_floor head_floor floor_power score_bytes elementwise nic_efficiency ring_share ring_share_node "
-        "straggler logit_bytes head_efficiency_whole tp_latency bus_efficiency",
+        free="op_floor tp_floor head_floor floor_power score_bytes elementwise nic_efficiency ring_share "
+        "ring_share_node straggler logit_bytes head_efficiency_whole tp_latency bus_efficiency",
         fixed={"gemm_efficiency": 0.88, "gemm_overhead": 0.0, "memory_efficiency": 0.9, "batched_efficiency": 0.7,
                "head_efficiency": 0.8, "op_floor": 1e-4, "tp_floor": 0.05, "head_floor": 2.6e-3, "floor_power": 3.3,
-               "score_bytes": 33.0, "elementwise": 0.6, "nic_efficiency": 0.82, "ring_share": 0.29, "tp_latency": 1.6e-4,
-               "ring_share_node": 0.8, "straggler": 0.025, "logit_bytes": 76.0, "head_efficiency_whole": 0.31,
+               "score_bytes": 33.0, "elementwise": 0.6, "nic_efficiency": 0.82, "ring_share": 0.29,
+               "tp_latency": 1.6e-4, "ring_share_node": 0.8, "straggler": 0.025, "logit_bytes": 76.0,
+               "head_efficiency_whole": 0.31,
                "tp_latency_far": 8.5e-5, "tp_far_efficiency": 0.82, "update_floor": 2e-3, "bus_efficiency": 0.66},
     ),
     "nanotron@h100-sxm": Fit(
@@ -194,7 +195,7 @@ def fit_pair(pair: str, fit: Fit) -> dict[str, object]:
 
 def render(tables: dict[str, dict[str, object]]) -> str:
     """TOML of the fitted catalogue."""
-    lines = ["# Written by benchmarks/fit_step_time.py; not by hand. Meaning of each constant: describe/calibration.py."]
+    lines = ["# Written by benchmarks/fit_step_time.py; not by hand; meanings: describe/calibration.py."]
     for pair, table in tables.items():
         lines += ["", f'["{pair}"]', f'source = "{table["source"]}"']
         lines += [f"{name} = {value!r}" for name, value in table.items() if name != "source"]

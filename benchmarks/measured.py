@@ -50,7 +50,12 @@ def load(name: str, folder: Path = VALIDATION) -> tuple[list[Group], dict[str, s
         except InvalidInput as error:
             refused[row["row_id"]] = str(error)
             continue
-        device = (d.cluster.device.name, d.cluster.devices_per_node, d.cluster.inter_node.bandwidth, d.cluster.fast_domain)
+        device = (
+            d.cluster.device.name,
+            d.cluster.devices_per_node,
+            d.cluster.inter_node.bandwidth,
+            d.cluster.fast_domain,
+        )
         categories = (d.layout.schedule, d.layout.recompute, d.layout.precision)
         key = (id(d.model), device, id(d.stack), d.workload, categories)
         found.setdefault(key, []).append((d, row))

@@ -118,7 +118,7 @@ class Calibration:
         """Constants for a device under a stack.
 
         >>> Calibration.of("a100-sxm-80gb", "megatron-deepspeed").gemm_efficiency
-        0.87
+        0.88
         """
         return _resolve(device, stack)
 

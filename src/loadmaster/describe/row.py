@@ -142,7 +142,7 @@ def _cluster(row: Row, world_size: int) -> Cluster:
 
 
 def _network(text: str, per_node: int) -> float | None:
-    """A device's share of the network between nodes in bytes/s, from ``8x200 Gb/s``, ``400 Gb/s per GPU`` or a node's sum."""
+    """A device's bytes/s between nodes, from ``8x200 Gb/s``, ``400 Gb/s per GPU`` or a node's sum."""
     match = re.search(r"(?:(\d+)x)?(\d+) ?Gb(?:ps|/s)?\b", text)
     if match is None:
         return None

@@ -182,7 +182,7 @@ def price(
         peak_event=str(peak.event),
         bubble_fraction=_bubble(workload, layout),
         memory_interval=memory_interval(chosen, memory.total),
-        time_interval=time_interval(float(time.total), step_interval(cluster, chosen)),
+        time_interval=time_interval(step_interval(cluster, chosen, workload, layout, float(time.total))),
     )  # fmt: skip
 
 

@@ -75,12 +75,12 @@ def memory_interval(stack: Stack, total: float, *, allocated: bool = False) -> I
     return Interval(centre=float(total), sigma=rule.sigma_allocated if allocated else rule.sigma)
 
 
-def time_interval(total: float, factors: tuple[float, float]) -> Interval:
-    """Of the seconds of a step, from the factors between which nine of ten measured values lie.
+def time_interval(bounds: tuple[float, float]) -> Interval:
+    """Of the seconds of a step, from the two between which nine of ten measured values lie.
 
-    >>> interval = time_interval(2.0, (0.8, 1.2))
+    >>> interval = time_interval((1.6, 2.4))
     >>> round(interval.low, 6), round(interval.high, 6)
     (1.6, 2.4)
     """
-    low, high = factors
-    return Interval(centre=total * math.sqrt(low * high), sigma=math.log(high / low) / (2 * _Z90))
+    low, high = bounds
+    return Interval(centre=math.sqrt(low * high), sigma=math.log(high / low) / (2 * _Z90))
