@@ -187,20 +187,42 @@ def _workload(row: Row, layout: Layout, dp: int) -> Workload:
     batch = _float(row, "global_batch")
     if batch is None:
         batch = layout.micro_batch_size * dp * _int(row, "grad_accum", 1)
-    mode = row.get("train_mode", "pretrain")
-    if mode not in ("pretrain", "full_ft", ""):
-        raise InvalidInput("row.train_mode", mode, "trains adapters on frozen weights", "give a full training run")
+    return Workload(global_batch_size=int(batch), seq_len=_int(row, "seq_len"), loss=_loss(row), **_adapters(row))
+
+
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "c_attn", "qkv_proj", "wqkv"}
+
+
+def _adapters(row: Row) -> dict[str, Any]:
+    """Which weights train; adapters need a rank."""
+    mode, notes = row.get("train_mode", ""), row.get("notes", "")
+    if mode in ("pretrain", "full_ft", ""):
+        return {}
+    rank = re.search(r"\br ?= ?(\d+)|rank ?=? ?(\d+)", notes)
+    if mode not in ("lora", "qlora") or rank is None:
+        raise InvalidInput("row.train_mode", mode, "does not say the adapters' rank", "give a full run, or r=16")
+    targets = set(re.findall(r"\b(\w+_proj|c_attn|wqkv)\b", notes))
+    attention = bool(targets) and targets <= _ATTENTION
+    return {
+        "frozen": mode,
+        "lora_rank": int(rank[1] or rank[2]),
+        "lora_targets": "attention" if attention else "linear",
+    }
+
+
+def _loss(row: Row) -> str:
+    """SimuMax's runs fuse the loss with Transformer Engine's kernel, Megatron's tests with its own functions.
+
+    fms-acceleration's kernels replace the loss, but not under LoRA with FSDP; Liger's not under LoRA.
+    """
     notes = row.get("notes", "").lower()
-    return Workload(global_batch_size=int(batch), seq_len=_int(row, "seq_len"), loss=_loss(notes))
-
-
-def _loss(notes: str) -> str:
-    """SimuMax's runs fuse the loss with Transformer Engine's kernel, Megatron's tests with its own functions."""
-    if "cross-entropy loss fusion on" in notes or "liger fused" in notes:
-        return "fused" if "liger" not in notes else "chunked"
-    if "cross-entropy-loss-fusion" in notes or "fused ops/kernels" in notes:
-        return "fused_native"
-    return "cross_entropy"
+    full = row.get("train_mode", "") in ("pretrain", "full_ft", "")
+    if "cross-entropy loss fusion on" in notes:
+        return "fused"
+    if "liger fused" in notes and full:
+        return "chunked"
+    kernels = "fused ops/kernels" in notes and (full or "fsdp" not in row.get("sharding", ""))
+    return "fused_native" if kernels or "cross-entropy-loss-fusion" in notes else "cross_entropy"
 
 
 def _layout(row: Row) -> Layout:
@@ -285,7 +307,7 @@ _PRECISIONS: tuple[tuple[str, str], ...] = (
     (r"fp16 \(fp16 grads\)", "fp16-master"),
     (r"bf16 mixed precision \(fp32 gradient reduction\)", "bf16-reduce-fp32"),
     (r"bf16 mixed|amp_bf16|bf16 amp", "bf16-mixed"),
-    (r"4-bit|nf4|int4|gptq", ""),
+    (r"4-bit|nf4|int4|gptq", "bf16"),  # the frozen base; GPTQ's fp16 is as wide
     (r"bfloat16 weights|bf16 weights|bf16-true|pure", "bf16"),
     (r"^bf16|fp16/bf16", "bf16-mixed"),
     (r"^fp16", "fp16-mixed"),

@@ -37,7 +37,7 @@ def row_model(row: Row) -> Model:
     for field in _DIMENSIONS:
         if not row.get(field):
             raise InvalidInput(f"row.{field}", "", "is not stated", "give the model's dimensions")
-    name = row["model"].lower()
+    name = row["model"].lower().replace("-gptq", "")
     if "hybrid" in name or "mamba" in name or "nemotron" in name:
         raise InvalidInput("row.model", row["model"], "mixes state-space layers in", "no family describes it")
     if "printed dims give" in row.get("notes", ""):

@@ -120,6 +120,7 @@ class LossTensor:
     """A tensor as large as the logits.
 
     Attributes:
+        zero: it exists from that ZeRO stage on only.
         dtype: ``compute`` or a dtype; low_only: only where compute is narrower than fp32.
         forward, backward, head: alive at the peak of the loss's forward, of its backward, of the head's backward.
     """
@@ -130,6 +131,7 @@ class LossTensor:
     forward: bool = True
     backward: bool = True
     head: bool = False
+    zero: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,7 @@ class Stack:
         fused: pairs of kinds run as one kernel: the value between them is never written.
         loss: tensors as large as the logits, by `Workload.loss`.
         attention: ``flash``, ``flash_all_to_all`` (under context parallelism) or ``eager`` (scores in memory).
+        trained: ``all``, or the linear layers that carry adapters (``linear``, ``attention``) of a frozen model.
         selective: kinds whose extras are recomputed under recompute=selective.
         selective_matmuls: recompute=selective keeps the block's input, the attention and every second matrix product.
         gathered_layers: whole layers alive at once under ZeRO-3.
@@ -225,6 +228,7 @@ class Stack:
     precisions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     fused: tuple[tuple[OpKind, OpKind], ...] = ()
     attention: str = "flash"
+    trained: str = "all"
     selective: tuple[OpKind, ...] = (OpKind.ATTENTION,)
     selective_matmuls: bool = False
     gathered_layers: int = 2
@@ -286,7 +290,8 @@ class Stack:
         if op.attention is not None:
             function = self.attention + ("_dropout" if op.attention.dropout else "")
         rule = self.saving.get((op.kind, function))
-        return rule if rule is not None else self.saving.get((op.kind, ""), Kept())
+        rule = rule if rule is not None else self.saving.get((op.kind, ""), Kept())
+        return rule if self.trained == "all" else _of_frozen(op, rule, self.trained)
 
     def loss_tensors(self, loss: str) -> tuple[LossTensor, ...]:
         """What the loss makes of the logits; the eager rule where the stack knows no other."""
@@ -296,6 +301,28 @@ class Stack:
         """Bytes a parameter of weights, gradients and state on one rank, nothing sharded (two moments)."""
         dtypes = self.precision(precision)
         return sum(s.bytes_each(dtypes) for s in self.state if s.alive in (Alive.ALWAYS, Alive.LAZY) and not s.when)
+
+
+def _of_frozen(op: Op, rule: Kept, trained: str) -> Kept:
+    """What an op with frozen weights keeps: nothing that only a weight's gradient would need.
+
+    A linear layer needs its input for an adapter alone, a norm no copy for the product with its weight.
+    """
+    match op.kind:
+        case OpKind.MATMUL:
+            return rule if carries_adapter(op, trained) else Kept()
+        case OpKind.EMBEDDING:
+            return Kept()
+        case OpKind.NORM:
+            return replace(rule, extra=tuple(e for e in rule.extra if e.size is not Size.OUTPUT))
+        case _:
+            return rule
+
+
+def carries_adapter(op: Op, targets: str) -> bool:
+    """Whether `targets` (``linear``, ``attention``) names this linear layer; the head never carries one."""
+    inside = op.name.startswith("attention.") if targets == "attention" else not op.name.startswith("logits")
+    return inside and op.kind is OpKind.MATMUL and any(w.multiplies and w.num_experts == 1 for w in op.weights)
 
 
 @cache

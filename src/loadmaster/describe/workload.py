@@ -21,8 +21,8 @@ class Workload:
         seq_len: tokens a sequence.
         optimizer: one of `OPTIMIZERS`.
         loss: ``cross_entropy`` (eager), ``fused`` (no fp32 logits kept), ``chunked``.
-        frozen: share of parameters that take no gradient is described by the model; this names the method:
-            ``none``, ``lora`` (adapters of `lora_rank` on every linear layer of the blocks).
+        frozen: ``none``; ``lora``: only adapters of `lora_rank` train, on the blocks' linear layers that `lora_targets`
+            names (``linear``: all, ``attention``: its projections); ``qlora``: and the frozen matrices are 4-bit.
         causal: count attention FLOPs as causal (half), not full.
         expert_imbalance: tokens that reach the busiest rank's experts over the mean (1: balanced, or capped).
     """
@@ -33,6 +33,7 @@ class Workload:
     loss: str = "cross_entropy"
     frozen: str = "none"
     lora_rank: int = 0
+    lora_targets: str = "linear"
     causal: bool = False
     expert_imbalance: float = 1.0
 
@@ -42,6 +43,13 @@ class Workload:
                 raise InvalidInput(
                     f"workload.{field}", getattr(self, field), "must be at least 1", "give a positive count"
                 )
+        for field, allowed in (("frozen", ("none", "lora", "qlora")), ("lora_targets", ("linear", "attention"))):
+            if getattr(self, field) not in allowed:
+                raise InvalidInput(
+                    f"workload.{field}", getattr(self, field), "is not known", f"use one of {', '.join(allowed)}"
+                )
+        if (self.frozen != "none") != (self.lora_rank > 0):
+            raise InvalidInput("workload.lora_rank", self.lora_rank, "goes with frozen=lora or qlora", "set both")
         if self.optimizer not in OPTIMIZERS:
             raise InvalidInput(
                 "workload.optimizer", self.optimizer, "is not known", f"use one of {', '.join(OPTIMIZERS)}"

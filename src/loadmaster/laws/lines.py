@@ -14,10 +14,10 @@ from loadmaster.describe.workload import OPTIMIZERS
 from loadmaster.laws.numbers import Number, ceil_div, greater, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
-from loadmaster.laws.state import Held
+from loadmaster.laws.state import Held, adapter_params, matrix_params
 from loadmaster.units import KIB, MIB
 
-__all__ = ["state_lines", "whole_state"]
+__all__ = ["state_lines", "trained_params", "whole_state"]
 
 Terms = dict[str, Number]
 
@@ -31,9 +31,36 @@ def state_lines(run: Run, params: Held, alive: Alive) -> Terms:
     return terms
 
 
+def trained_params(run: Run, placement: Placement, params: Held) -> Held:
+    """Parameters that have gradients and moments: all of them, or the adapters of a frozen model."""
+    return params if run.workload.frozen == "none" else adapter_params(run, placement)
+
+
+def _frozen_weights(run: Run, placement: Placement, params: Held, adapters: Held) -> Number:
+    """Bytes of a frozen model and its fp32 adapters.
+
+    4-bit: half a byte an element of the blocks' matrices, and a one-byte scale for each 64 of them (double
+    quantisation; Dettmers et al. 2023, arXiv 2305.14314, section 3).
+    """
+    size = BYTES[run.precision.param]
+
+    def shared(held: Held) -> Number:
+        return where(run.layout.zero >= 3, held.sharded(run.shards, run.expert_shards), held.total)
+
+    frozen = shared(params) * size
+    if run.workload.frozen == "qlora":
+        matrices = shared(matrix_params(run, placement))
+        frozen = frozen - matrices * size + ceil_div(matrices, 2) + ceil_div(matrices, 64)
+    return frozen + shared(adapters) * 4
+
+
 def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
     """What exists throughout the step: lines, gradients kept whole over a window, scratch of the matrix libraries."""
-    terms = state_lines(run, params, Alive.ALWAYS)
+    trained = trained_params(run, placement, params)
+    terms = state_lines(run, trained, Alive.ALWAYS)
+    if run.workload.frozen != "none":
+        terms["parameters"] = _frozen_weights(run, placement, params, trained)
+        params = trained
     if run.stack.retains_unsharded:
         whole = params.total * BYTES[run.precision.reduce]
         retained = (run.layout.zero >= 2) & (run.micro_batches > 1) & (run.layout.reduce_each_micro_batch == 0)
@@ -51,6 +78,8 @@ def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
 def _line_bytes(run: Run, line: StateLine, params: Held) -> Number:
     """``parameters on the rank * bytes each / shards``, where the ZeRO stage shards this line."""
     each = line.bytes_each(run.precision) * _moment_kept(run, line)
+    if each and run.workload.frozen != "none" and line.term != "parameters":
+        each = 0 if line.dtype == "master" else 4  # adapters are fp32
     if not each:
         return 0
     whole: Number = params.total

@@ -7,7 +7,7 @@ from functools import lru_cache
 from loadmaster.describe.op import OpKind
 from loadmaster.describe.precision import BYTES, Precision
 from loadmaster.describe.stack import Stack
-from loadmaster.laws.numbers import Number, ceil_div
+from loadmaster.laws.numbers import Number, ceil_div, greater, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
 from loadmaster.laws.state import block_params
@@ -25,21 +25,29 @@ def loss_events(run: Run, placement: Placement) -> list[Terms]:
     """
     if not any(op.kind is OpKind.LOSS for op in run.model.head.ops):
         return [{}]
-    forward, backward, head = loss_bytes(run.stack, run.precision, run.workload.loss)
+    loss = run.workload.loss
+    whole = loss_bytes(run.stack, run.precision, loss)
+    sharded = loss_bytes(run.stack, run.precision, loss, zero=3)
+    if whole != sharded:
+        forward, backward, head = (where(run.layout.zero >= 3, b, a) for a, b in zip(whole, sharded, strict=True))
+    else:
+        forward, backward, head = whole
     elements = run.tokens * run.padded_vocab
     if run.stack.splits_vocab:
         elements = ceil_div(elements, run.layout.tp)
     elements = elements * placement.head
     stream = run.tokens * run.model.hidden_size * run.compute_bytes * placement.head
-    matrix = block_params(run, run.model.head, with_tied=True).total * run.compute_bytes * placement.head
+    matrix: Number = block_params(run, run.model.head, with_tied=True).total * run.compute_bytes * placement.head
+    if run.workload.frozen != "none":
+        matrix = 0  # a frozen head's weight takes no gradient
     return [
-        {"logits": elements * max(forward, backward), "transient": stream * run.stack.head_streams},
+        {"logits": elements * greater(forward, backward), "transient": stream * run.stack.head_streams},
         {"logits": elements * head, "transient": stream * max(1, run.stack.head_streams) + matrix},
     ]
 
 
 @lru_cache(maxsize=256)
-def loss_bytes(stack: Stack, precision: Precision, loss: str) -> tuple[int, int, int]:
+def loss_bytes(stack: Stack, precision: Precision, loss: str, zero: int = 0) -> tuple[int, int, int]:
     """Bytes a logit in the loss's forward, in its backward, in the head's backward.
 
     >>> loss_bytes(Stack.named("torchtitan"), Precision.named("bf16-mixed"), "cross_entropy")
@@ -48,7 +56,7 @@ def loss_bytes(stack: Stack, precision: Precision, loss: str) -> tuple[int, int,
     low = BYTES[precision.compute] < 4
     sums = [0, 0, 0]
     for tensor in stack.loss_tensors(loss):
-        if tensor.low_only and not low:
+        if (tensor.low_only and not low) or zero < tensor.zero:
             continue
         size = BYTES[precision.compute if tensor.dtype == "compute" else tensor.dtype]
         for k, alive in enumerate((tensor.forward, tensor.backward, tensor.head)):

@@ -19,12 +19,12 @@ from loadmaster.describe.workload import Workload
 from loadmaster.laws.allocator import reserved_beyond_live
 from loadmaster.laws.in_flight import chunks_in_flight, per_chunk
 from loadmaster.laws.kept import backward_terms, kept_terms
-from loadmaster.laws.lines import state_lines, whole_state
+from loadmaster.laws.lines import state_lines, trained_params, whole_state
 from loadmaster.laws.loss import loss_events
 from loadmaster.laws.numbers import Number, greater, lesser, where
 from loadmaster.laws.placement import Placement, place
 from loadmaster.laws.run import Run
-from loadmaster.laws.state import block_params, rank_params
+from loadmaster.laws.state import block_params, gathered_bytes, rank_params
 
 __all__ = ["EVENTS", "OUTSIDE", "Peak", "memory_peak", "memory_terms", "memory_total"]
 
@@ -137,17 +137,18 @@ class _Stage:
         params = rank_params(run, placement)
         gathered = {**_gathered(run, placement), "batch": run.tokens * 16}
         around = dict(gathered)
-        lazy = state_lines(run, params, Alive.LAZY)
+        trained = trained_params(run, placement, params)
+        lazy = state_lines(run, trained, Alive.LAZY)
         later = where(run.micro_batches > 1, 1, 0)  # a second micro-batch finds the gradients of the first
         around.update({name: around.get(name, 0) + number * later for name, number in lazy.items()})
-        end = ({**kept_terms(run, placement, left), **gathered, **lazy}, state_lines(run, params, Alive.BACKWARD))
+        end = ({**kept_terms(run, placement, left), **gathered, **lazy}, state_lines(run, trained, Alive.BACKWARD))
         return cls(
             index=index, always=whole_state(run, params, placement), kept=kept, outside=_context(run),
             events=(
                 *(("loss", (kept, around, terms)) for terms in loss_events(run, placement)),
                 ("backward", (kept, around, backward_terms(run, placement))),
                 ("end of backward", end),
-                ("optimizer step", (lazy, state_lines(run, params, Alive.STEP))),
+                ("optimizer step", (lazy, state_lines(run, trained, Alive.STEP))),
             ),
         )  # fmt: skip
 
@@ -199,13 +200,13 @@ def _gathered(run: Run, placement: Placement) -> Terms:
         return {"buffers/all_gather": where((layout.zero >= 3) & (run.shards > 1), live, 0)}
     largest: Number = 0
     for block, count in placement.blocks:
-        largest = greater(largest, where(count > 0, block_params(run, block).total, 0))
+        largest = greater(largest, where(count > 0, gathered_bytes(run, block), 0))
     root: Number = 0
     if run.stack.root_gathered:
         root = block_params(run, run.model.embedding).total * placement.embedding
         root = root + block_params(run, run.model.head).total * placement.head
     layers = lesser(run.stack.gathered_layers, placement.num_layers)
-    whole = (largest * layers + root) * run.compute_bytes
+    whole = largest * layers + root * run.compute_bytes
     return {"buffers/all_gather": where((layout.zero >= 3) & (run.shards > 1), whole, 0)}
 
 

@@ -56,6 +56,8 @@ class Run:
         Columns become floats: they hold every whole number of bytes below 2^53, and divide faster than integers.
         """
         layout = _in_floats(layout)
+        if workload.frozen != "none":
+            stack = stack.variant(trained=workload.lora_targets)
         shape = Shape(
             batch=layout.micro_batch_size, seq_len=model.fixed_seq_len or workload.seq_len, cp=layout.cp, tp=layout.tp,
             sequence_parallel=layout.sequence_parallel,

@@ -7,11 +7,15 @@ from functools import lru_cache
 
 from loadmaster.describe.model import Block
 from loadmaster.describe.op import Split, Weight
+from loadmaster.describe.stack import carries_adapter
 from loadmaster.laws.numbers import Number, ceil_div, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
 
-__all__ = ["Held", "WeightClass", "block_params", "held", "rank_params", "weight_classes"]
+__all__ = [
+    "Held", "WeightClass", "adapter_params", "block_params", "gathered_bytes", "held", "matrix_params", "rank_params",
+    "weight_classes",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +26,7 @@ class WeightClass:
         numel: elements of all of them; trainable: of those that are trained.
         split: tensor parallelism divides them, into at most `units` pieces (0: any number).
         expert: expert parallelism divides them. vocabulary: rows of a vocabulary of that many words (0: none).
-        largest: elements of the largest one.
+        multiplies: the matrices of matrix products.
     """
 
     numel: int
@@ -31,6 +35,7 @@ class WeightClass:
     units: int
     expert: bool
     vocabulary: int = 0
+    multiplies: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +64,20 @@ class Held:
 @lru_cache(maxsize=4096)
 def weight_classes(block: Block, vocab_size: int, with_tied: bool = False) -> tuple[WeightClass, ...]:
     """A block's weights by how they are divided; tied ones only where the rank needs its own copy (`with_tied`)."""
-    sums: dict[tuple[bool, int, bool, int], list[int]] = {}
+    sums: dict[tuple[bool, int, bool, int, bool], list[int]] = {}
     for weight in block.weights:
         if weight.tied_to and not with_tied:
             continue
-        key = (weight.split is Split.TP, weight.split_units, weight.num_experts > 1, _vocabulary(weight, vocab_size))
+        key = (weight.split is Split.TP, weight.split_units, weight.num_experts > 1, _vocabulary(weight, vocab_size),
+               weight.multiplies)  # fmt: skip
         pair = sums.setdefault(key, [0, 0])
         pair[0] += weight.numel
         pair[1] += weight.numel if weight.trainable else 0
     return tuple(
-        WeightClass(numel=n, trainable=t, split=split, units=units, expert=expert, vocabulary=vocabulary)
-        for (split, units, expert, vocabulary), (n, t) in sums.items()
+        WeightClass(
+            numel=n, trainable=t, split=split, units=units, expert=expert, vocabulary=vocabulary, multiplies=multiplies
+        )
+        for (split, units, expert, vocabulary, multiplies), (n, t) in sums.items()
     )
 
 
@@ -129,3 +137,39 @@ def rank_params(run: Run, placement: Placement, *, trainable: bool = False) -> H
     for tied, present in ((True, apart), (False, together)):
         total = total + block_params(run, run.model.head, trainable=trainable, with_tied=tied) * present
     return total
+
+
+def matrix_params(run: Run, placement: Placement) -> Held:
+    """Elements of the blocks' matrices on a pipeline rank: what 4-bit quantisation of a frozen model covers."""
+    total = Held()
+    for block, count in placement.blocks:
+        total = total + _matrices(run, block) * count
+    return total
+
+
+def _matrices(run: Run, block: Block) -> Held:
+    classes = tuple(c for c in weight_classes(block, run.model.vocab_size) if c.multiplies)
+    layout = run.layout
+    return held(classes, tp=layout.tp, ep=layout.ep, expert_tp=layout.tp, padded_vocab=run.padded_vocab)
+
+
+def gathered_bytes(run: Run, block: Block) -> Number:
+    """Bytes of a whole block once gathered: in the compute dtype, frozen 4-bit matrices as they are."""
+    elements = block_params(run, block).total
+    if run.workload.frozen != "qlora":
+        return elements * run.compute_bytes
+    matrices = _matrices(run, block).total
+    return (elements - matrices) * run.compute_bytes + ceil_div(matrices, 2) + ceil_div(matrices, 64)
+
+
+def adapter_params(run: Run, placement: Placement) -> Held:
+    """Elements of the adapters on a pipeline rank: ``rank * (d_in + d_out)`` a linear layer that carries one."""
+    total: Number = 0
+    for block, count in placement.blocks:
+        total = total + _adapters(block, run.workload.lora_targets) * run.workload.lora_rank * count
+    return Held(dense=total)
+
+
+@lru_cache(maxsize=1024)
+def _adapters(block: Block, targets: str) -> int:
+    return sum(sum(w.shape) for op in block.ops if carries_adapter(op, targets) for w in op.weights if w.multiplies)

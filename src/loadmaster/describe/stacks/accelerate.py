@@ -9,12 +9,15 @@ from loadmaster.units import MIB
 TRAINER = "huggingface/transformers src/transformers/trainer.py"
 ADAMW = "pytorch/pytorch torch/optim/adamw.py: _multi_tensor_adamw"
 
-# the model's own loss (to 4.45): logits.float(), a contiguous copy without the last position, log-softmax, gradients
+# the model's own loss (to 4.45): logits.float(), a contiguous copy without the last position, log-softmax; the model's
+# outputs are gone when backward makes the gradients. FSDP hands on one more copy of its output.
 UPCAST_LOSS = (
-    LossTensor(name="float", dtype="fp32"),
+    LossTensor(name="logits", dtype="compute", low_only=True, backward=False),
+    LossTensor(name="float", dtype="fp32", backward=False),
     LossTensor(name="shifted", dtype="fp32"),
     LossTensor(name="log_softmax", dtype="fp32"),
     LossTensor(name="gradient", dtype="fp32", forward=False),
+    LossTensor(name="output", dtype="compute", low_only=True, zero=3, backward=False),
     LossTensor(name="gradient of logits", dtype="compute", forward=False, backward=False, head=True),
 )
 # the same with a fused cross-entropy that writes the gradient over the shifted copy
@@ -43,6 +46,7 @@ STACK = Stack(
         "fused": FUSED_LOSS,
         "chunked": CHUNKED_LOSS,
     },
+    gathered_layers=1,
     splits_vocab=False,
     splits_embedding=False,
     context=Context(device=600 * MIB, communicator=64 * MIB),
