@@ -52,6 +52,7 @@ def _rank(results: Any, rank: int, folder: str, payload: dict[str, Any], environ
         results.put((rank, error))
     except BaseException:
         results.put((rank, RuntimeError(f"rank {rank}: {traceback.format_exc()}")))
+    os._exit(0)
 
 
 def train_forked(payload: dict[str, Any], *, world_size: int, folder: Path, **environment: str) -> Any:
@@ -59,7 +60,7 @@ def train_forked(payload: dict[str, Any], *, world_size: int, folder: Path, **en
     from loadmaster.ranks import free_port
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["loadmaster.runtime.train", "torch.utils.tensorboard"])
+    context.set_forkserver_preload(["loadmaster.runtime.train", "torch._dynamo"])
     common = {
         "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment,
     }  # fmt: skip
