@@ -342,7 +342,7 @@ def _stack(row: Row) -> Stack:
         raise InvalidInput("row.framework", row.get("framework", ""), "is no known stack", "name a known framework")
     stack = Stack.named(name)
     changes: dict[str, Any] = {}
-    old = "megatron-core" in text and not row.get("attn_kernel") and "env lts" in row.get("notes", "")
+    old = "megatron-core" in text and not row.get("attn_kernel") and "(2025-10" in row.get("notes", "")
     if row.get("attn_kernel", "") in ("unfused", "local") or old:
         changes["attention"] = "eager"
     liger = "liger" in text or "with liger" in row.get("notes", "").lower()

@@ -68,8 +68,8 @@ class StateLine:
         term: its name in the memory ledger.
         dtype: a field of `Precision` (``param``, ``compute``, ``grad``, ``reduce``, ``master``, ``moment``) or a dtype.
         zero: ZeRO stage from which it is divided by the shards, None: never.
-        when: ``""`` always, ``zero0`` / ``zero1`` only below / from stage 1 on, ``replicas`` with dp > 1 only;
-            joined by ``+``.
+        when: ``""`` always, ``zero0`` / ``zero1`` only below / from stage 1 on, ``replicas`` with dp > 1 only, ``unpiped`` with
+            pp = 1 only; joined by ``+``.
         source: where it is written so.
     """
 
@@ -169,7 +169,7 @@ class Allocator:
     """Bytes the caching allocator reserves beyond the live ones.
 
     Attributes:
-        state: share of the long-lived bytes; activations: of the saved tensors.
+        state: share of the long-lived bytes; activations: of the saved tensors; checkpoints: of checkpointed inputs.
         odd_sizes: further share of them where widths are no multiples of one another, so that blocks do not fit.
         step: share of the optimizer step's temporaries: large flat tensors that find no room in cached blocks.
         streams: whole copies of the stream (2 T h bytes) under tensor parallelism; deferral: see there.
@@ -179,6 +179,7 @@ class Allocator:
 
     state: float = 0.0
     activations: float = 0.05
+    checkpoints: float = 0.0
     odd_sizes: float = 0.0
     step: float = 0.0
     streams: int = 0

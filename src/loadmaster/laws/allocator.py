@@ -14,11 +14,13 @@ from loadmaster.laws.run import Run
 
 __all__ = ["reserved_beyond_live"]
 
+Terms = dict[str, Number]
+
 _FULL = 0.96  # of the device's bytes are the most that a run was seen to reserve (76.9 of 80 GiB)
 _LEAST = 0.06  # of the live bytes stay unusable even so: no run with more live bytes than this leaves room for finished
 
 
-def reserved_beyond_live(run: Run, *, state: Number, step: Number, passes: Number, kept: Number) -> Number:
+def reserved_beyond_live(run: Run, *, state: Number, step: Number, passes: Number, kept: Terms) -> Number:
     """Bytes reserved beyond the live ones.
 
     ``state share + activation share + copies of the stream + the smaller of (step, passes) * step share + fixed``.
@@ -26,13 +28,21 @@ def reserved_beyond_live(run: Run, *, state: Number, step: Number, passes: Numbe
     Args:
         run: the pricing.
         state: bytes that exist throughout; step: of the optimizer step alone.
-        passes: of the worst moment of forward and backward, `kept` of which are saved tensors.
+        passes: of the worst moment of forward and backward; kept: the saved tensors among them, by term.
     """
     if run.on_cpu:
         return 0
     rule = run.stack.allocator
     kept_share = rule.activations + (rule.odd_sizes if _odd(run.model) else 0.0)
-    share = state * rule.state + kept * kept_share + lesser(step, passes) * rule.step + _copies(run) + rule.fixed
+    share = (
+        state * rule.state
+        + sum(kept.values()) * kept_share
+        + lesser(step, passes) * rule.step
+        + _copies(run)
+        + rule.fixed
+    )
+    if rule.checkpoints:
+        share = share + kept.get("activations/checkpoint", 0) * rule.checkpoints
     # a full device makes the allocator wait, give back cached blocks and use them again
     live = state + greater(passes, step)
     share = lesser(share, greater(run.cluster.memory_bytes * _FULL - live, live * _LEAST))

@@ -108,6 +108,8 @@ def _exists(run: Run, when: str) -> Number:
                 test = layout.zero == 0
             case "zero1":
                 test = (layout.zero >= 1) & (run.shards > 1)
+            case "unpiped":
+                test = layout.pp == 1
             case _:
                 assert name == "replicas", name
                 test = layout.dp_replicate * layout.dp_shard > 1

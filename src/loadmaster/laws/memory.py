@@ -164,7 +164,7 @@ class _Stage:
         for other in passes[1:]:
             most = greater(most, other)
         state = sum(self.always.values())
-        beyond = reserved_beyond_live(run, state=state, step=step, passes=most, kept=sum(self.kept.values()))
+        beyond = reserved_beyond_live(run, state=state, step=step, passes=most, kept=self.kept)
         return state + greater(most, step) + beyond + sum(self.outside.values())
 
     def peak(self, run: Run) -> Peak:
@@ -185,7 +185,7 @@ class _Stage:
                     terms[name] = terms.get(name, 0) + number * mask
             event, most = np.array(names)[index], np.max(np.stack(np.broadcast_arrays(*totals[:-1])), axis=0)
         rounding = reserved_beyond_live(
-            run, state=sum(self.always.values()), step=totals[-1], passes=most, kept=sum(self.kept.values())
+            run, state=sum(self.always.values()), step=totals[-1], passes=most, kept=self.kept
         )
         return Peak(terms={**terms, **self.outside, "allocator/rounding": rounding}, event=event, stage=self.index)
 

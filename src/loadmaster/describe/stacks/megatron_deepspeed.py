@@ -28,6 +28,8 @@ STACK = Stack(
         StateLine(term="optimizer/exp_avg_sq", dtype="moment", zero=1, source=SOURCE),
         # the fp32 gradients of the partition, made for the update
         StateLine(term="optimizer/temporaries", dtype="fp32", alive=Alive.STEP, zero=1, source=SOURCE),
+        # without the pipeline engine, the half-precision gradients flattened once more
+        StateLine(term="gradients/flat", dtype="grad", alive=Alive.STEP, when="unpiped", source=SOURCE),
     ),
     saving=EAGER,
     attention="eager",
@@ -36,7 +38,7 @@ STACK = Stack(
     shards_over_cp=False,
     context=Context(device=600 * MIB, communicator=96 * MIB),
     buckets=(2, 500_000_000),  # reduce_bucket_size and allgather_bucket_size, DeepSpeed's defaults
-    allocator=Allocator(activations=0.35, step=1.0, fixed=2048 * MIB, sigma=0.06),
+    allocator=Allocator(state=0.08, activations=0.0, checkpoints=0.44, step=1.0, fixed=1100 * MIB, sigma=0.05),
     overlaps_gradient_reduction=False,
     overlaps_parameter_gather=False,
     sources=(SOURCE, "bigscience-workshop/Megatron-DeepSpeed megatron/model/transformer.py"),
