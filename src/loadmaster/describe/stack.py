@@ -68,8 +68,8 @@ class StateLine:
         term: its name in the memory ledger.
         dtype: a field of `Precision` (``param``, ``compute``, ``grad``, ``reduce``, ``master``, ``moment``) or a dtype.
         zero: ZeRO stage from which it is divided by the shards, None: never.
-        when: ``""`` always, ``zero0`` / ``zero1`` only below / from stage 1 on, ``replicas`` with dp > 1 only, ``unpiped`` with
-            pp = 1 only; joined by ``+``.
+        when: ``""`` always, ``zero0`` / ``zero1`` only below / from stage 1 on, ``replicas`` with dp > 1 only,
+            ``unpiped`` with pp = 1 only; joined by ``+``.
         source: where it is written so.
     """
 
