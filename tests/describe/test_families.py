@@ -147,6 +147,7 @@ def test_folder_file_dict_and_names_agree(tmp_path: Path) -> None:
 
 
 def test_without_the_runtime_an_unknown_type_is_refused_and_no_torch_is_imported() -> None:
+    refused = "config.architectures = ['Qwen2ForTokenClassification']: of qwen2 only Qwen2ForCausalLM and"
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from loadmaster.describe import families\n"
@@ -154,11 +155,15 @@ def test_without_the_runtime_an_unknown_type_is_refused_and_no_torch_is_imported
         "from loadmaster.errors import LoadmasterError\n"
         "try: families.from_hf({'model_type': 'mamba'})\n"
         "except LoadmasterError as error: print(error)\n"
+        "raw = {'model_type': 'qwen2', 'architectures': ['Qwen2ForTokenClassification']}\n"
+        "try: families.from_hf(raw)\n"
+        "except LoadmasterError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert re.search(
         r"config\.model_type = mamba: is none of those written out here .*loadmaster\[runtime\]", done.stdout
     )
+    assert refused in done.stdout
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))

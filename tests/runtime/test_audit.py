@@ -258,6 +258,12 @@ def test_the_command_on_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["precision"] == "bf16"
     assert len(found["measured"]["losses"]) == 3
     assert ended.value.code == (0 if found["ok"] else 1)
+    assert set(found["measured"]["formats"]) == {"fp16", "bf16"}
+    with pytest.raises(SystemExit):
+        main(["audit", str(tmp_path / "plan.toml"), "--layers", "1", "--precision", "fp16-mixed"])
+    shown = capsys.readouterr().out
+    assert "loss scale that fits" in shown
+    assert "fp32 master weights" in shown
     for bad, message in ((["--layers", "0"], "--layers = 0: must be"), (["--precision", "fp7"], "fp7: is no known")):
         with pytest.raises(SystemExit) as ended:
             main(["audit", str(tmp_path / "plan.toml"), *bad])

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from loadmaster.runtime.audit import Audit
 
 _MARKS = {"error": "[bold red]error[/]", "warning": "[yellow]warning[/]", "note": "[dim]note[/]"}
@@ -60,13 +62,32 @@ def _show(found: Audit) -> None:
         table.add_row(_MARKS[finding.severity], f"{finding.message}{where}", finding.way_out)
     if found.findings:
         console.print(table)
+    console.print(_formats(found))
     figures = found.to_json()["measured"]
-    lost = figures["gradient_share_lost"]
     console.print(
-        f"largest activation {figures['activation_largest']:.4g} (fp16 ends at 65504); largest gradient "
-        f"{figures['gradient_largest']:.3g}; gradients that become 0 in fp16: {lost['fp16_scale_1']:.2%} unscaled, "
-        f"{lost['fp16_scale_65536']:.2%} at 2^16; updates lost by bf16 weights alone: "
-        f"{figures['updates_lost']['bf16']:.1%}",
+        f"largest activation {figures['activation_largest']:.4g}, largest gradient {figures['gradient_largest']:.3g}",
         highlight=False,
     )
     console.print(f"[bold]{found.recommendation}[/]", highlight=False)
+
+
+def _formats(found: Audit) -> Table:
+    """fp16 beside bf16."""
+    from rich.table import Table
+
+    rows = found.to_json()["measured"]["formats"]
+    table = Table(title="what each format would have lost of these steps", title_justify="left")
+    for name in ("", *rows):
+        table.add_column(name, justify="left" if not name else "right")
+    lines = (
+        ("largest number it holds", "largest_held", "{:.4g}"),
+        ("modules whose output overflows", "activations_overflow", "{:.0f}"),
+        ("activations that become 0", "activations_lost", "{:.2%}"),
+        ("gradients that become 0, unscaled", "gradients_lost_unscaled", "{:.2%}"),
+        ("loss scale that fits", "loss_scale", "{:g}"),
+        ("gradients that become 0 at that scale", "gradients_lost_scaled", "{:.2%}"),
+        ("updates lost without fp32 masters", "updates_lost", "{:.1%}"),
+    )
+    for label, key, form in lines:
+        table.add_row(label, *(form.format(row[key]) for row in rows.values()))
+    return table

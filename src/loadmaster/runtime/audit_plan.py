@@ -85,12 +85,21 @@ def short_config(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
 def _check_room(config: dict[str, Any]) -> None:
     """Refuse what this machine cannot hold, before it is built."""
     needed = Model.from_hf(config).num_params * BYTES_PER_PARAM
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = _free_bytes()
     if needed > free:
         raise InvalidInput(
             "model", format_bytes(needed), f"is more than the {format_bytes(free)} free here",
             "audit a shorter model with --layers 2: layers are alike",
         )  # fmt: skip
+
+
+def _free_bytes() -> int:
+    """Memory that can be had without swapping: what Linux estimates, elsewhere the pages that nothing uses."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _batches(

@@ -15,7 +15,7 @@ from loadmaster.runtime.audit import Finding, Measured, worst
 from loadmaster.runtime.extremes import Exponents
 from loadmaster.runtime.scaler import LossScaler
 
-__all__ = ["find", "recommend", "summary"]
+__all__ = ["find", "formats", "recommend", "summary"]
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 FP16 = DType.named("fp16")
@@ -227,21 +227,36 @@ def recommend(measured: Measured, precision: Precision, findings: tuple[Finding,
     return f"bf16 holds these steps; {keep}"
 
 
+def formats(measured: Measured) -> dict[str, dict[str, float]]:
+    """fp16 against bf16: what each would have lost of these steps."""
+    outputs, gradients = merged(measured.outputs), merged(measured.output_gradients)
+    gradients.merge(merged(measured.parameter_gradients))
+    rows = {}
+    for name in ("fp16", "bf16"):
+        dtype = DType.named(name)
+        scale = _scale_start(gradients.largest, 2.0**16).settles_at if name == "fp16" else 1.0
+        rows[name] = {
+            "largest_held": dtype.max,
+            "activations_overflow": float(sum(dtype.overflows(e.largest) for e in measured.outputs.values())),
+            "activations_lost": outputs.share_lost(dtype),
+            "gradients_lost_unscaled": gradients.share_lost(dtype),
+            "loss_scale": scale,
+            "gradients_lost_scaled": gradients.share_lost(dtype, scale=scale),
+            "updates_lost": measured.lost_share(name),
+        }
+    return rows
+
+
 def summary(measured: Measured) -> dict[str, Any]:
     """The measured numbers, for programs."""
-    outputs, gradients = merged(measured.outputs), merged(measured.output_gradients)
+    gradients = merged(measured.output_gradients)
     parameters = merged(measured.parameter_gradients)
     return {
         "losses": measured.losses,
-        "activation_largest": outputs.largest,
-        "activation_share_lost": {d: outputs.share_lost(DType.named(d)) for d in ("fp16", "bf16")},
+        "activation_largest": merged(measured.outputs).largest,
         "gradient_largest": max(gradients.largest, parameters.largest),
-        "gradient_share_lost": {
-            f"{d}_scale_{s:g}": parameters.share_lost(DType.named(d), scale=s)
-            for d, s in (("fp16", 1.0), ("fp16", 2.0**16), ("bf16", 1.0))
-        },
         "gradient_median": parameters.quantile(0.5),
-        "updates_lost": {d: measured.lost_share(d) for d in ("bf16", "fp16")},
+        "formats": formats(measured),
         "no_gradient": list(measured.no_gradient),
         "batch_dependent": list(measured.batch_dependent),
         "checkpoints": measured.checkpoints.calls,

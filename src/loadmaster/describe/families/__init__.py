@@ -102,6 +102,12 @@ def _architecture(raw: Mapping[str, Any], model_type: str, default: str) -> str:
 def _from_transformers(name: str, model_type: str, raw: Mapping[str, Any]) -> Model:
     """A model that no file here writes out: built by transformers without weights, and counted."""
     if find_spec("torch") is None or find_spec("transformers") is None:
+        if model_type in FAMILIES:
+            known = " and ".join(FAMILIES[model_type][2:])
+            raise InvalidInput(
+                "config.architectures", raw.get("architectures"), f"of {model_type} only {known} are written out here",
+                "name one of them, or install the runtime (pip install 'loadmaster[runtime]') to have it counted",
+            )  # fmt: skip
         raise InvalidInput(
             "config.model_type", model_type, f"is none of those written out here ({', '.join(FAMILIES)})",
             "use one of them, or install the runtime (pip install 'loadmaster[runtime]') to have it built and counted",
