@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from loadmaster.describe.layout import Layout
+from loadmaster.describe.model import Model
 from loadmaster.errors import InvalidInput
 from loadmaster.laws.accumulation import mean_of_means, optimizer_steps, window_loss, wrong_ratio
+from loadmaster.program.buckets import buckets_of, num_elements
+from loadmaster.program.params import ParameterTable
 from loadmaster.program.window import split_into_windows, window_actions
 from loadmaster.runtime import OptimizerConfig, build
 from loadmaster.runtime.norm import clip_factor, sum_of_squares
@@ -173,3 +176,56 @@ def test_every_rank_takes_part_in_every_reduction(mine, extra, zero):
         assert reductions == most
     elif mine:
         assert reductions == 1
+
+
+@pytest.fixture(scope="module")
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCAB,
+        tie_word_embeddings=True, max_position_embeddings=64,
+    )  # fmt: skip
+
+    def make():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["chunked", "fused"])
+def test_losses_without_whole_logits_are_the_same_loss(llama, kind):
+    layout = Layout(precision="fp32")
+    plain, other = build(llama(), layout), build(llama(), layout, loss=kind)
+    other._loss.chunk = 10
+    a, b = plain.step(micro_batches(2)), other.step(micro_batches(2))
+    assert b.loss == pytest.approx(a.loss, rel=1e-6)
+    assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+
+
+def test_losses_without_whole_logits_need_a_plain_head(llama):
+    with pytest.raises(Exception, match=r"workload.loss = chunked: does not apply"):
+        build(Bigram(), Layout(precision="fp32"), loss="chunked").step(micro_batches(1))
+    with pytest.raises(InvalidInput, match="is not known"):
+        build(llama(), Layout(precision="fp32"), loss="hinge")
+
+
+def test_contrastive_losses_are_named():
+    class ContrastiveLoss(nn.Module):
+        pass
+
+    with pytest.warns(UserWarning, match="fewer negatives"):
+        e = build(nn.ModuleList([ContrastiveLoss(), nn.Linear(1, 1)]), Layout(precision="fp32"))
+    assert list(e.findings) == ["0"]
+
+
+def test_buckets_that_are_a_second_copy_would_cost_four_bytes_a_parameter():
+    """GPT-2 XL: 6,230,444,800 bytes beside the gradients; 0 where they are views, as here."""
+    table = ParameterTable.from_model(Model.from_hf("gpt2-xl"))
+    assert 4 * table.num_params == 6230444800
+    e = engine()
+    e.step(micro_batches(3))
+    ledger = e.memory_ledger()
+    assert ledger["gradients"] == 4 * num_elements(buckets_of(e.assembly.table, e.layout))
+    assert "buffers/buckets" not in ledger.terms
+    assert all(p.grad is None for p in e.module.parameters())

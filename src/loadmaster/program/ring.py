@@ -22,6 +22,9 @@ __all__ = [
 ]
 
 
+PIECE_BYTES = 4 << 20
+
+
 class Algorithm(StrEnum):
     """How a collective moves its bytes."""
 
@@ -80,12 +83,14 @@ def all_gather_table(num_ranks: int, rank: int, algorithm: Algorithm = Algorithm
 
 
 def pieces(chunk: int, num_ranks: int, piece_bytes: int, element_bytes: int) -> list[tuple[int, int]]:
-    """How a chunk is cut to be summed, so that what arrives at once from all ranks is at most `piece_bytes`.
+    """How a chunk is cut to be summed: a piece from all ranks is at most `piece_bytes`, and `PIECE_BYTES`.
+
+    Small pieces are still in cache when they are added, and keep the receive buffers small.
 
     >>> pieces(1000, 2, 4096, 4)
     [(0, 512), (512, 1000)]
     """
-    step = max(piece_bytes // num_ranks // element_bytes, 1)
+    step = max(min(piece_bytes, PIECE_BYTES) // num_ranks // element_bytes, 1)
     return [(low, min(low + step, chunk)) for low in range(0, chunk, step)]
 
 

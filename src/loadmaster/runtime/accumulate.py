@@ -56,10 +56,23 @@ def empty_like(batch: MicroBatch | None, device: torch.device) -> MicroBatch:
     return {**small, "loss_weight": 0.0}
 
 
-# what a micro-batch changes, by layer type
+# what a micro-batch changes, by layer type and by what a class is called
 _BATCH_DEPENDENT: dict[type[nn.Module], str] = {
     nn.modules.batchnorm._BatchNorm: "normalises over its micro-batch alone and updates running statistics after each",
 }
+
+
+_NAMES = (
+    "contrastive",
+    "infonce",
+    "ntxent",
+    "clipmodel",
+    "siglipmodel",
+    "cliploss",
+    "sigliploss",
+    "barlowtwins",
+    "vicreg",
+)
 
 
 def batch_dependent_layers(module: nn.Module) -> dict[str, str]:
@@ -70,9 +83,12 @@ def batch_dependent_layers(module: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, layer in module.named_modules():
+        called = type(layer).__name__
         for kind, effect in _BATCH_DEPENDENT.items():
             if isinstance(layer, kind) and layer.training:
-                found[name] = f"{type(layer).__name__} {effect}"
+                found[name] = f"{called} {effect}"
+        if any(word in called.lower() for word in _NAMES):
+            found[name] = f"{called} compares examples within its micro-batch alone: fewer negatives than in one batch"
     return found
 
 

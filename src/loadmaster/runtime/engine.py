@@ -7,7 +7,7 @@ wait, find inf, unscale, norm, clip, update, scale, average, send the new weight
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class StepResult:
 def build(
     module: nn.Module, layout: Layout, *, optimizer: OptimizerConfig | None = None, mesh: Any = None,
     device: torch.device | str | None = None, blocks: Sequence[nn.Module] | None = None,
-    loss: LossFunction | None = None, count: CountFunction | None = None, algorithm: str = "auto",
+    loss: LossFunction | str | None = None, count: CountFunction | None = None, algorithm: str = "auto",
     timeout: float = 600.0,
 ) -> Engine:  # fmt: skip
     """Lay `module` out over the data ranks and return the engine that trains it.
@@ -74,7 +74,8 @@ def build(
         mesh: a DeviceMesh with axes dp_replicate and dp_shard; made from the layout when absent.
         device: where to run; the local GPU, else the CPU.
         blocks: the repeated layers; found as the longest list of equal layers when absent.
-        loss: (module, micro-batch) to (sum, count); next-token cross entropy when absent.
+        loss: (module, micro-batch) to (sum, count), or a kind of next-token cross entropy by name: ``cross_entropy``
+            (when absent), ``chunked``, ``fused``.
         count: micro-batch to count before its forward. With a loss of your own and no count, the division
             waits until the last forward.
         algorithm: ``ring``, ``direct``, ``backend``, or ``auto`` (direct on Gloo, the backend's own elsewhere).
@@ -87,8 +88,8 @@ def build(
         module, layout, optimizer or OptimizerConfig(), mesh=mesh, device=device, blocks=blocks,
         algorithm=algorithm, timeout=timeout,
     )  # fmt: skip
-    if loss is None:
-        loss, count = CausalLanguageModel(), count or count_labels
+    if loss is None or isinstance(loss, str):
+        loss, count = CausalLanguageModel(loss or "cross_entropy"), count or count_labels
     return Engine(assembly, loss, count)
 
 
@@ -213,7 +214,9 @@ class Engine:
         parts = self.assembly
         self.agreement.at(self.step_count, "norm")
         rows = parts.exchange([sum_of_squares(parts.own_gradients()), loss_sum, count])
-        squares = math.fsum(row[0] for row in rows) / parts.gradient_copies if parts.stage else rows[0][0]
+        squares = (
+            math.fsum(row[0] for row in rows) / parts.gradient_copies if parts.stage else _same([r[0] for r in rows])
+        )
         counted = total.count if total.count is not None else math.fsum(row[2] for row in rows)
         loss = math.fsum(row[1] for row in rows) / counted if counted else 0.0
         unscale = 1.0 / scale if total.count is not None else 1.0 / (scale * counted) if counted else 0.0
@@ -339,4 +342,13 @@ class Engine:
 
 
 _WORDS = {"F": "forward", "B": "backward"}
-_Check = Callable[[], None]
+
+
+def _same(squares: list[float]) -> float:
+    """At stage 0 every rank holds the whole gradient, to the bit; a rank that differs is broken, and is named."""
+    for rank, value in enumerate(squares):
+        if value != squares[0] and math.isfinite(value) and math.isfinite(squares[0]):
+            raise RuntimeError(
+                f"rank {rank}'s reduced gradient has the norm {math.sqrt(value)!r}, rank 0's {math.sqrt(squares[0])!r}"
+            )
+    return squares[0] if all(math.isfinite(value) for value in squares) else math.inf

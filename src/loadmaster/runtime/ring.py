@@ -6,6 +6,7 @@ Parts are added in fp32 (or the buffer's dtype if wider) even where 16-bit numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,11 +73,12 @@ class PointToPoint:
     def _scatter(self, buffer: Tensor, wire: torch.dtype | None, term: str) -> None:
         chunk = buffer.numel() // self.axis.size
         wire = wire or buffer.dtype
-        for low, high in self._pieces(chunk, max(wire.itemsize, buffer.element_size())):
-            if self.algorithm is Algorithm.RING:
-                self._ring_sum(buffer, chunk, low, high, wire, term)
-            else:
-                self._direct_sum(buffer, chunk, low, high, wire, term)
+        cuts = self._pieces(chunk, max(wire.itemsize, buffer.element_size()))
+        if self.algorithm is Algorithm.DIRECT:
+            self._direct_sums(buffer, chunk, cuts, wire, term)
+            return
+        for low, high in cuts:
+            self._ring_sum(buffer, chunk, low, high, wire, term)
 
     def all_gather(self, buffer: Tensor, term: str = "all_gather") -> None:
         """See `Collectives`."""
@@ -105,13 +107,38 @@ class PointToPoint:
             mine = buffer[move.recv_chunk * chunk + low : move.recv_chunk * chunk + high]
             add_into(mine, received)
 
-    def _direct_sum(self, buffer: Tensor, chunk: int, low: int, high: int, wire: torch.dtype, term: str) -> None:
-        received = self._receive_buffers(len(self._reduce), high - low, wire, buffer.device)
+    def _direct_sums(
+        self, buffer: Tensor, chunk: int, cuts: list[tuple[int, int]], wire: torch.dtype, term: str
+    ) -> None:
+        """Piece by piece; the next piece travels while this one is added."""
+        longest = max(high - low for low, high in cuts)
+        halves = self._receive_buffers(2 * len(self._reduce), longest, wire, buffer.device)
+        sides = [halves[: len(self._reduce)], halves[len(self._reduce) :]]
+        ahead = self._start_piece(buffer, chunk, cuts[0], sides[0], wire, term, 0)
+        for i, (low, high) in enumerate(cuts):
+            works, received = ahead
+            if i + 1 < len(cuts):
+                ahead = self._start_piece(buffer, chunk, cuts[i + 1], sides[(i + 1) % 2], wire, term, (i + 1) % 2)
+            for work in works:
+                work.wait()
+            mine = buffer[self.axis.rank * chunk + low : self.axis.rank * chunk + high]
+            parts = {move.recv_from: part for move, part in zip(self._reduce, received, strict=True)}
+            sum_in_rank_order(mine, self.axis.rank, parts)
+
+    def _start_piece(
+        self,
+        buffer: Tensor,
+        chunk: int,
+        cut: tuple[int, int],
+        into: list[Tensor],
+        wire: torch.dtype,
+        term: str,
+        tag: int,
+    ) -> tuple[list[Any], list[Tensor]]:
+        low, high = cut
+        received = [part[: high - low] for part in into]
         outs = [buffer[m.send_chunk * chunk + low : m.send_chunk * chunk + high].to(wire) for m in self._reduce]
-        self._exchange(self._reduce, outs, received, term)
-        mine = buffer[self.axis.rank * chunk + low : self.axis.rank * chunk + high]
-        parts = {move.recv_from: part for move, part in zip(self._reduce, received, strict=True)}
-        sum_in_rank_order(mine, self.axis.rank, parts)
+        return self._start(self._reduce, outs, received, term, tag), received
 
     def _receive_buffers(self, count: int, numel: int, wire: torch.dtype, device: torch.device) -> list[Tensor]:
         need = count * numel * wire.itemsize
@@ -119,18 +146,21 @@ class PointToPoint:
             self._scratch = torch.empty(need, dtype=torch.uint8, device=device)
         return list(self._scratch[:need].view(wire).view(count, numel))
 
-    def _exchange(
-        self, moves: list[Transfer] | tuple[Transfer, ...], sends: list[Tensor], recvs: list[Tensor], term: str
-    ) -> None:
+    def _exchange(self, moves: Sequence[Transfer], sends: list[Tensor], recvs: list[Tensor], term: str) -> None:
+        for work in self._start(moves, sends, recvs, term):
+            work.wait()
+
+    def _start(
+        self, moves: Sequence[Transfer], sends: list[Tensor], recvs: list[Tensor], term: str, tag: int = 0
+    ) -> list[Any]:
         group = self.axis.group
         works: list[Any] = []
         for move, part in zip(moves, recvs, strict=True):
-            works.append(dist.irecv(part, group=group, group_src=move.recv_from))
+            works.append(dist.irecv(part, group=group, group_src=move.recv_from, tag=tag))
         for move, part in zip(moves, sends, strict=True):
-            works.append(dist.isend(part, group=group, group_dst=move.send_to))
-        for work in works:
-            work.wait()
+            works.append(dist.isend(part, group=group, group_dst=move.send_to, tag=tag))
         self._meter.count(f"{self.axis.name}/{term}", num_bytes=sum(part.nbytes for part in sends), messages=len(sends))
+        return works
 
 
 class BackendCollectives:

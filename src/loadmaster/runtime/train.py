@@ -51,7 +51,10 @@ def train(run: Run, member: Member, stop: StopRequest) -> dict[str, Any]:
     module = build_module(config=run.config, factory=run.factory, seed=run.seed)
     data, held_out = _open_data(run, member, vocab_size(module))
     blocks = list(find_blocks(module).values()) or None
-    engine = build(module, run.layout, optimizer=_optimizer(run), device=member.device, blocks=blocks)
+    engine = build(
+        module, run.layout, optimizer=_optimizer(run), device=member.device, blocks=blocks,
+        loss=run.workload.loss,
+    )  # fmt: skip
     position = restore(resumed_from, run, engine, data.tokens.fingerprint) if resumed_from else Position()
     saver = Saver(run.checkpoints, keep=run.keep, asynchronous=run.asynchronous)
     rate, first = run.learning_rate(), position.step
