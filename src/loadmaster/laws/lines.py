@@ -6,6 +6,8 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from loadmaster.describe.model import Block
 from loadmaster.describe.op import OpKind, Split
 from loadmaster.describe.precision import BYTES
@@ -14,7 +16,8 @@ from loadmaster.describe.workload import OPTIMIZERS
 from loadmaster.laws.numbers import Number, ceil_div, greater, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
-from loadmaster.laws.state import Held, adapter_params, matrix_params
+from loadmaster.laws.state import Held, adapter_params, has_tables, matrix_params, rank_params
+from loadmaster.program.codebook import DEFAULT_BLOCK
 from loadmaster.units import KIB, MIB
 
 __all__ = ["state_lines", "trained_params", "whole_state"]
@@ -22,18 +25,46 @@ __all__ = ["state_lines", "trained_params", "whole_state"]
 Terms = dict[str, Number]
 
 
+# what an optimizer with one moment calls it
+_ONLY_MOMENT = {"sgd_momentum": "optimizer/momentum", "adagrad": "optimizer/sum"}
+
+
 def state_lines(run: Run, params: Held, alive: Alive) -> Terms:
     """Bytes of the lines that exist at `alive`."""
     terms: Terms = {}
     for line in run.stack.state:
         if line.alive is alive:
-            terms[line.term] = terms.get(line.term, 0) + _line_bytes(run, line, params)
+            name = line.term
+            if name == "optimizer/exp_avg":
+                name = _ONLY_MOMENT.get(run.workload.optimizer, name)
+            terms[name] = terms.get(name, 0) + _line_bytes(run, line, params)
+    return terms
+
+
+def _coded_moments(run: Run, terms: Terms, trained: Held, coded: Held) -> Terms:
+    """The same with 8-bit moments where the layout asks for them.
+
+    A coded element takes one byte, and each block of 256 one fp32 scale; the rest keeps 4 bytes:
+    ``coded + 4 (trained - coded)`` a moment and ``4 ceil(coded / 256)`` of scales.
+    """
+    eight = run.layout.optimizer_bits == 8
+    names = [n for n in ("optimizer/exp_avg", "optimizer/exp_avg_sq", *_ONLY_MOMENT.values()) if n in terms]
+    sharded = run.layout.zero >= 1
+    elements = where(sharded, trained.sharded(run.shards, run.expert_shards), trained.total)
+    codes = where(sharded, coded.sharded(run.shards, run.expert_shards), coded.total)
+    held = where(run.layout.offload_optimizer, 0, 1)
+    kept = [n for n in names if isinstance(terms[n], np.ndarray) or terms[n]]
+    for name in kept:
+        terms[name] = where(eight, (codes + 4 * (elements - codes)) * held, terms[name])
+    terms["optimizer/scales"] = where(eight, len(kept) * 4 * ceil_div(codes, DEFAULT_BLOCK) * held, 0)
     return terms
 
 
 def trained_params(run: Run, placement: Placement, params: Held) -> Held:
-    """Parameters that have gradients and moments: all of them, or the adapters of a frozen model."""
-    return params if run.workload.frozen == "none" else adapter_params(run, placement)
+    """Parameters that have gradients and moments: all but fixed tables, or the adapters of a frozen model."""
+    if run.workload.frozen != "none":
+        return adapter_params(run, placement)
+    return rank_params(run, placement, trainable=True) if has_tables(run.model) else params
 
 
 def _frozen_weights(run: Run, placement: Placement, params: Held, adapters: Held) -> Number:
@@ -54,20 +85,32 @@ def _frozen_weights(run: Run, placement: Placement, params: Held, adapters: Held
     return frozen + shared(adapters) * 4
 
 
+def _whole_parameters(run: Run, params: Held, trained: Held) -> Number:
+    """Bytes of the parameters that are not trained (fixed tables), which the line of trained ones leaves out."""
+    rest = Held(dense=params.dense - trained.dense, expert=params.expert - trained.expert)
+    whole = where(run.layout.zero >= 3, rest.sharded(run.shards, run.expert_shards), rest.total)
+    return whole * BYTES[run.precision.param]
+
+
 def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
     """What exists throughout the step: lines, gradients kept whole over a window, scratch of the matrix libraries."""
     trained = trained_params(run, placement, params)
     terms = state_lines(run, trained, Alive.ALWAYS)
-    if run.workload.frozen != "none":
+    if params is not trained:
+        terms["parameters"] = terms.get("parameters", 0) + _whole_parameters(run, params, trained)
+    if run.workload.frozen == "none":
+        if np.any(run.layout.optimizer_bits == 8):
+            coded = rank_params(run, placement, trainable=True, coded=True)
+            terms = _coded_moments(run, terms, trained, coded)
+    else:
         terms["parameters"] = _frozen_weights(run, placement, params, trained)
-        params = trained
     if run.stack.retains_unsharded:
-        whole = params.total * BYTES[run.precision.reduce]
+        whole = trained.total * BYTES[run.precision.reduce]
         retained = (run.layout.zero >= 2) & (run.micro_batches > 1) & (run.layout.reduce_each_micro_batch == 0)
         terms["gradients"] = where(retained, greater(whole, terms["gradients"]), terms["gradients"])
     number, size = run.stack.buckets
     if number:
-        held = lesser(params.total, size) * number * BYTES[run.precision.grad]
+        held = lesser(trained.total, size) * number * BYTES[run.precision.grad]
         terms["buffers/buckets"] = terms.get("buffers/buckets", 0) + held
     terms["buffers/workspace"] = _workspace(run)
     if run.stack.scratch_gradients:

@@ -12,7 +12,7 @@ from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
 from loadmaster.laws.state import block_params
 
-__all__ = ["loss_bytes", "loss_events"]
+__all__ = ["loss_bytes", "loss_events", "loss_tensors"]
 
 Terms = dict[str, Number]
 
@@ -44,6 +44,19 @@ def loss_events(run: Run, placement: Placement) -> list[Terms]:
         {"logits": elements * greater(forward, backward), "transient": stream * run.stack.head_streams},
         {"logits": elements * head, "transient": stream * max(1, run.stack.head_streams) + matrix},
     ]
+
+
+def loss_tensors(run: Run) -> dict[str, Number]:
+    """Bytes of each tensor as large as the logits on a rank that holds the head, by name, whenever it lives."""
+    elements = run.tokens * run.padded_vocab
+    if run.stack.splits_vocab:
+        elements = ceil_div(elements, run.layout.tp)
+    low = run.compute_bytes < 4
+    return {
+        t.name: elements * BYTES[run.precision.compute if t.dtype == "compute" else t.dtype]
+        for t in run.stack.loss_tensors(run.workload.loss)
+        if low or not t.low_only
+    }
 
 
 @lru_cache(maxsize=256)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from loadmaster.describe.model import Block
-from loadmaster.describe.op import Split, Weight
+from loadmaster.describe.model import Block, Model
+from loadmaster.describe.op import OpKind, Split, Weight
 from loadmaster.describe.stack import carries_adapter
 from loadmaster.laws.numbers import Number, ceil_div, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
+from loadmaster.program.codebook import is_coded
 
 __all__ = [
-    "Held", "WeightClass", "adapter_params", "block_params", "gathered_bytes", "held", "matrix_params", "rank_params",
-    "weight_classes",
+    "Held", "WeightClass", "adapter_params", "block_params", "gathered_bytes", "has_tables", "held", "matrix_params",
+    "rank_params", "weight_classes",
 ]  # fmt: skip
 
 
@@ -26,7 +27,7 @@ class WeightClass:
         numel: elements of all of them; trainable: of those that are trained.
         split: tensor parallelism divides them, into at most `units` pieces (0: any number).
         expert: expert parallelism divides them. vocabulary: rows of a vocabulary of that many words (0: none).
-        multiplies: the matrices of matrix products.
+        multiplies: the matrices of matrix products; coded: tensors whose moments 8-bit optimizers code.
     """
 
     numel: int
@@ -36,6 +37,7 @@ class WeightClass:
     expert: bool
     vocabulary: int = 0
     multiplies: bool = False
+    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,20 +66,29 @@ class Held:
 @lru_cache(maxsize=4096)
 def weight_classes(block: Block, vocab_size: int, with_tied: bool = False) -> tuple[WeightClass, ...]:
     """A block's weights by how they are divided; tied ones only where the rank needs its own copy (`with_tied`)."""
-    sums: dict[tuple[bool, int, bool, int, bool], list[int]] = {}
-    for weight in block.weights:
+    sums: dict[tuple[bool, int, bool, int, bool, bool], list[int]] = {}
+    for kind, weight in [(op.kind, weight) for op in block.ops for weight in op.weights]:
         if weight.tied_to and not with_tied:
             continue
+        one = weight.numel if weight.stacked else weight.numel // weight.num_experts
+        coded = is_coded(one, is_embedding=kind in (OpKind.EMBEDDING, OpKind.POSITION) or weight.tied_to is not None)
         key = (weight.split is Split.TP, weight.split_units, weight.num_experts > 1, _vocabulary(weight, vocab_size),
-               weight.multiplies)  # fmt: skip
+               weight.multiplies, coded)  # fmt: skip
         pair = sums.setdefault(key, [0, 0])
         pair[0] += weight.numel
         pair[1] += weight.numel if weight.trainable else 0
     return tuple(
         WeightClass(
-            numel=n, trainable=t, split=split, units=units, expert=expert, vocabulary=vocabulary, multiplies=multiplies
+            numel=n,
+            trainable=t,
+            split=split,
+            units=units,
+            expert=expert,
+            vocabulary=vocabulary,
+            multiplies=multiplies,
+            coded=coded,
         )
-        for (split, units, expert, vocabulary, multiplies), (n, t) in sums.items()
+        for (split, units, expert, vocabulary, multiplies, coded), (n, t) in sums.items()
     )
 
 
@@ -112,30 +123,41 @@ def held(
     return Held(dense=dense, expert=expert)
 
 
-def block_params(run: Run, block: Block, *, trainable: bool = False, with_tied: bool = False) -> Held:
-    """Parameters of one block on one rank, before any sharding over data ranks."""
-    key = ("params", id(block), trainable, with_tied)
+def block_params(
+    run: Run, block: Block, *, trainable: bool = False, with_tied: bool = False, coded: bool = False
+) -> Held:
+    """Parameters of one block on one rank, before any sharding over data ranks; `coded`: those with 8-bit moments."""
+    trainable = trainable and has_tables(run.model)
+    key = ("params", id(block), trainable, with_tied, coded)
     if key in run.known:
         found: Held = run.known[key]
         return found
     layout = run.layout
+    classes = weight_classes(block, run.model.vocab_size, with_tied)
     run.known[key] = result = held(
-        weight_classes(block, run.model.vocab_size, with_tied), tp=layout.tp, ep=layout.ep, expert_tp=layout.tp,
-        padded_vocab=run.padded_vocab,
-        splits_vocab=run.stack.splits_embedding or block is not run.model.embedding, trainable=trainable,
+        tuple(c for c in classes if c.coded) if coded else classes, tp=layout.tp, ep=layout.ep, expert_tp=layout.tp,
+        padded_vocab=run.padded_vocab, trainable=trainable,
+        splits_vocab=run.stack.splits_embedding or block is not run.model.embedding,
     )  # fmt: skip
     return result
 
 
-def rank_params(run: Run, placement: Placement, *, trainable: bool = False) -> Held:
+@lru_cache(maxsize=256)
+def has_tables(model: Model) -> bool:
+    """Whether some parameters are fixed tables that take no gradient."""
+    return any(not weight.trainable for block, _ in model.parts() for weight in block.weights)
+
+
+def rank_params(run: Run, placement: Placement, *, trainable: bool = False, coded: bool = False) -> Held:
     """Parameters on a pipeline rank; a tied matrix has its own copy where embedding and head lie apart."""
-    total: Held = block_params(run, run.model.embedding, trainable=trainable) * placement.embedding
+    which = {"trainable": trainable, "coded": coded}
+    total: Held = block_params(run, run.model.embedding, **which) * placement.embedding
     for block, count in placement.blocks:
-        total = total + block_params(run, block, trainable=trainable) * count
+        total = total + block_params(run, block, **which) * count
     apart = where(placement.embedding == 0, placement.head, 0)
     together: Number = placement.head - apart
     for tied, present in ((True, apart), (False, together)):
-        total = total + block_params(run, run.model.head, trainable=trainable, with_tied=tied) * present
+        total = total + block_params(run, run.model.head, with_tied=tied, **which) * present
     return total
 
 

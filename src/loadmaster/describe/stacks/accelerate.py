@@ -7,6 +7,7 @@ from loadmaster.describe.stacks.saving import CHUNKED_LOSS, EAGER, FUSED_LOSS
 from loadmaster.units import MIB
 
 TRAINER = "huggingface/transformers src/transformers/trainer.py"
+DDP = "pytorch/pytorch torch/nn/parallel/distributed.py"
 ADAMW = "pytorch/pytorch torch/optim/adamw.py: _multi_tensor_adamw"
 
 # the model's own loss (to 4.45): logits.float(), a contiguous copy without the last position, log-softmax; the model's
@@ -36,6 +37,10 @@ STACK = Stack(
         StateLine(term="optimizer/master", dtype="master", zero=1, source=TRAINER),
         StateLine(term="optimizer/exp_avg", dtype="moment", zero=1, source=ADAMW),
         StateLine(term="optimizer/exp_avg_sq", dtype="moment", zero=1, source=ADAMW),
+        # without gradient_as_bucket_view, DistributedDataParallel's buckets hold every gradient once more
+        StateLine(
+            term="buffers/buckets", dtype="grad", when="zero0+replicas", source="torch/nn/parallel/distributed.py"
+        ),
         # the square roots of all second moments at once
         StateLine(term="optimizer/temporaries", dtype="moment", alive=Alive.STEP, zero=1, source=ADAMW),
     ),
