@@ -148,6 +148,7 @@ def _check_before_start(run: Run) -> None:
     """What can be refused before any rank is started."""
     from loadmaster.runtime.documents import find_documents
     from loadmaster.runtime.resume import find_checkpoint
+    from loadmaster.runtime.tokens import load_tokenizer
 
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(run.layout, axis) != 1:
@@ -156,6 +157,7 @@ def _check_before_start(run: Run) -> None:
                 f"give --layout {axis}=1,dp_shard=N, or hand the plan on with loadmaster export",
             )  # fmt: skip
     find_documents(run.data, text_field=run.text_field)
+    load_tokenizer(run.tokenizer)
     find_checkpoint(run)
     given = os.environ.get("WORLD_SIZE", "") if _under_torchrun() else ""
     if given and int(given) != run.layout.world_size:

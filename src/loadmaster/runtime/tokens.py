@@ -126,7 +126,10 @@ def prepare_tokens(documents: Documents, tokenizer: Tokenizer, folder: Path, *, 
     data, about = folder / f"{key}.ids", folder / f"{key}.json"
     if not about.is_file():
         made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput("--out", str(folder), f"cannot be made ({error.strerror})", "choose another") from None
         part = folder / f"{key}.{os.getpid()}.part"
         try:
             facts = _encode(documents, tokenizer, part, dtype)

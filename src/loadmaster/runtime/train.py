@@ -45,8 +45,6 @@ def train(run: Run, member: Member, stop: StopRequest) -> dict[str, Any]:
     """Train, and return what was measured: ledgers of all ranks, losses, how far it came."""
     _check_world(run, member)
     resumed_from = find_checkpoint(run)
-    if member.first:
-        _make_folder(run.folder)
     say = RunProgress(run.steps, quiet=run.quiet or not member.first)
     module = build_module(config=run.config, factory=run.factory, seed=run.seed)
     data, held_out = _open_data(run, member, vocab_size(module))
@@ -105,13 +103,6 @@ def _check_world(run: Run, member: Member) -> None:
             f"the plan's layout ({run.layout.describe()}) has {run.layout.world_size} ranks",
             "start as many, or give --layout with other degrees",
         )  # fmt: skip
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput("--out", str(folder), f"cannot be made ({error.strerror})", "choose another") from None
 
 
 def _open_data(run: Run, member: Member, ids: int) -> tuple[Sequences, Sequences | None]:
