@@ -182,3 +182,11 @@ def test_total_alone_equals_the_sum_of_terms():
         layout = lm.Layout.parse(text)
         total = memory_total(model, cluster, workload, layout, stack)
         assert total == memory_peak(model, cluster, workload, layout, stack).total
+
+
+def test_recomputing_the_first_blocks_lies_between_none_and_all():
+    model = lm.Model.from_hf("meta-llama/Meta-Llama-3-8B")
+    modes = ["", *(f"recompute=blocks,recompute_blocks={n}" for n in (1, 8, 16, 31)), "recompute=full"]
+    totals = [price(model, mode, stack="megatron", seq_len=4096).total for mode in modes]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[1] < totals[0]

@@ -18,11 +18,12 @@ from loadmaster.describe.stack import Alive, Stack
 from loadmaster.describe.workload import Workload
 from loadmaster.laws.allocator import reserved_beyond_live
 from loadmaster.laws.in_flight import chunks_in_flight, per_chunk
-from loadmaster.laws.kept import backward_terms, kept_terms
+from loadmaster.laws.kept import kept_terms
 from loadmaster.laws.lines import state_lines, trained_params, whole_state
 from loadmaster.laws.loss import loss_events
 from loadmaster.laws.numbers import Number, greater, lesser, where
 from loadmaster.laws.placement import Placement, place
+from loadmaster.laws.recompute import backward_terms, last_backward_terms
 from loadmaster.laws.run import Run
 from loadmaster.laws.state import block_params, gathered_bytes, rank_params
 
@@ -141,7 +142,11 @@ class _Stage:
         lazy = state_lines(run, trained, Alive.LAZY)
         later = where(run.micro_batches > 1, 1, 0)  # a second micro-batch finds the gradients of the first
         around.update({name: around.get(name, 0) + number * later for name, number in lazy.items()})
-        end = ({**kept_terms(run, placement, left), **gathered, **lazy}, state_lines(run, trained, Alive.BACKWARD))
+        end = (
+            {**kept_terms(run, placement, left), **gathered, **lazy},
+            state_lines(run, trained, Alive.BACKWARD),
+            last_backward_terms(run, placement),
+        )
         return cls(
             index=index, always=whole_state(run, params, placement), kept=kept, outside=_context(run),
             events=(

@@ -55,6 +55,6 @@ STACK = Stack(
     splits_vocab=False,
     splits_embedding=False,
     context=Context(device=600 * MIB, communicator=64 * MIB),
-    allocator=Allocator(activations=0.06, fixed=64 * MIB, sigma=0.08),
+    allocator=Allocator(activations=0.06, fixed=64 * MIB, sigma=0.08, sigma_allocated=0.036),
     sources=(TRAINER, "huggingface/accelerate src/accelerate/accelerator.py", ADAMW),
 )

@@ -18,7 +18,7 @@ STACK = replace(
     loss={"cross_entropy": COMPILED_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     root_gathered=False,
     compiled=True,
-    allocator=Allocator(activations=0.05, fixed=64 * MIB, sigma=0.05),
+    allocator=Allocator(activations=0.05, fixed=64 * MIB, sigma=0.09, sigma_allocated=0.09),
     sources=(
         "KempnerInstitute/KempnerForge kempnerforge/distributed/parallel.py",
         "KempnerInstitute/KempnerForge kempnerforge/training/grad.py, training/loss.py",

@@ -38,7 +38,7 @@ STACK = Stack(
     shards_over_cp=False,
     context=Context(device=600 * MIB, communicator=96 * MIB),
     buckets=(2, 500_000_000),  # reduce_bucket_size and allgather_bucket_size, DeepSpeed's defaults
-    allocator=Allocator(state=0.08, activations=0.0, checkpoints=0.44, step=1.0, fixed=1100 * MIB, sigma=0.05),
+    allocator=Allocator(state=0.08, activations=0.0, checkpoints=0.44, step=1.0, fixed=1100 * MIB, sigma=0.052),
     overlaps_gradient_reduction=False,
     overlaps_parameter_gather=False,
     sources=(SOURCE, "bigscience-workshop/Megatron-DeepSpeed megatron/model/transformer.py"),
