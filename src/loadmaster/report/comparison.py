@@ -18,8 +18,19 @@ TITLES = {
     "traffic": "Traffic, sent by the busiest rank in a step",
     "time": "Time of a step, slowest rank",
 }
-# what a run measures as one figure: everything alive at the peak beyond what stays between steps
-WORKING = ("activations", "logits", "batch", "transient")
+# terms that a run cannot tell apart, by kind: (first name part or name of the predicted term) to the measured one
+MERGED = {
+    # everything alive at the peak beyond what stays between steps
+    "memory": {
+        "activations": "activations",
+        "logits": "activations",
+        "batch": "activations",
+        "transient": "activations",
+    },
+    # both happen inside the backward
+    "time": {"recompute": "backward", "accumulate": "backward"},
+    "traffic": {},
+}
 
 
 def read_ledgers(body: Mapping[str, Any]) -> dict[str, Ledger]:
@@ -45,18 +56,16 @@ def compare_run(predicted: Mapping[str, Ledger], measured: Mapping[str, Ledger])
     found = {}
     for kind in TITLES:
         if kind in predicted and kind in measured:
-            left = _as_measured(predicted[kind], measured[kind]) if kind == "memory" else predicted[kind]
-            found[kind] = left.compare(measured[kind])
+            found[kind] = _as_measured(kind, predicted[kind], measured[kind]).compare(measured[kind])
     return found
 
 
-def _as_measured(predicted: Ledger, measured: Ledger) -> Ledger:
-    if "activations" not in measured:
-        return predicted
+def _as_measured(kind: str, predicted: Ledger, measured: Ledger) -> Ledger:
     terms: dict[str, int | float] = {}
     for name, number in predicted.terms.items():
-        merged = "activations" if name.split("/", 1)[0] in WORKING else name
-        terms[merged] = terms.get(merged, 0) + number
+        merged = MERGED[kind].get(name.split("/", 1)[0], name)
+        term = merged if merged in measured else name
+        terms[term] = terms.get(term, 0) + number
     return Ledger(predicted.unit, terms)
 
 

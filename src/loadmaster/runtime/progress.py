@@ -23,8 +23,10 @@ def describe_step(record: StepRecord) -> str:
     )
     parts = [
         f"loss {record.loss:.3f}", f"{format_count(record.tokens_per_second)} tokens/s", speed,
-        f"memory {format_bytes(record.memory_bytes)}, peak {format_bytes(record.peak_bytes)}",
+        f"memory {format_bytes(record.memory_bytes)}",
     ]  # fmt: skip
+    if record.peak_bytes > record.memory_bytes:  # measured by now
+        parts[-1] += f", peak {format_bytes(record.peak_bytes)}"
     if record.loss_scale is not None:
         parts.append(f"scale {record.loss_scale:g}")
     if record.skipped:

@@ -30,7 +30,7 @@ from loadmaster.runtime.save import Saver
 
 __all__ = ["train", "train_rank"]
 
-MEASURED_STEP = 2  # counted from the first of this run: warm, and its peak is that of every later one
+MEASURED_STEP = 1  # counted from the first of this run: warm, and its peak is that of every later one
 HELD_OUT = 0.02  # share of the sequences kept for evaluation, where that is asked for
 
 
