@@ -20,9 +20,10 @@ from loadmaster.describe.families import read_config
 from loadmaster.describe.model import Model
 from loadmaster.describe.stack import Stack
 from loadmaster.describe.workload import Workload
-from loadmaster.planner.search import ability_of, legal_rows, price_space
+from loadmaster.planner.priced import legal_rows, price_space
+from loadmaster.planner.search import ability_of
 from loadmaster.planner.space import degrees, expand
-from loadmaster.program.legal import Dimensions
+from loadmaster.program.dimensions import Dimensions
 
 
 def llama_405b(layers: int = 126) -> dict[str, object]:

@@ -232,6 +232,11 @@ def test_a_larger_micro_batch_enlarges_the_bubble(ask: Any, virtual: int) -> Non
         (("--on", "8xh100-sxm", "--batch", "0"), "global_batch_size"),
         (("--on", "absent.toml",), "cluster"),
         (("--on", "8xh100-sxm", "--layout", "dp_shard=4"), "8 devices"),
+        (("--on", "0xh100-sxm"), "num_devices"),
+        (("--on", "8xh100-sxm", "--loss", "none"), "--loss"),
+        (("--on", "8xh100-sxm", "--layout", "tp=1,tp=2"), "given twice"),
+        (("--on", "8xh100-sxm", "--layout", "recompute=blocks,recompute_blocks=99"), "recompute_blocks"),
+        (("--on", "8xh100-sxm", "--batch", "100000000000000000"), "--batch"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_message(ask: Any, args: tuple[str, ...], match: str) -> None:

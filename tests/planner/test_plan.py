@@ -18,9 +18,10 @@ from loadmaster.errors import InvalidInput
 from loadmaster.laws.cost import price
 from loadmaster.planner.explain import explain, smallest_cluster
 from loadmaster.planner.objective import search
-from loadmaster.planner.search import TIE, ability_of, legal_rows, plan, price_space
+from loadmaster.planner.priced import TIE, legal_rows, price_space
+from loadmaster.planner.search import ability_of, plan
 from loadmaster.planner.space import ABILITIES, degrees, expand
-from loadmaster.program.legal import Dimensions
+from loadmaster.program.dimensions import Dimensions
 
 MODEL = Model.from_hf("meta-llama/Llama-3.2-1B")
 CLUSTER = Cluster.parse("16xh100-sxm")

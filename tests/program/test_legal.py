@@ -11,7 +11,8 @@ from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
-from loadmaster.program.legal import RULES, Dimensions, broken, check, padded_vocab
+from loadmaster.program.dimensions import Dimensions, padded_vocab
+from loadmaster.program.legal import RULES, broken, check
 
 
 def dims(

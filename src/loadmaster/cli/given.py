@@ -15,6 +15,8 @@ from loadmaster.units import parse_count
 
 __all__ = ["add_step_options", "new_parser", "read_batch", "read_cluster", "read_layout", "read_workload"]
 
+LOSSES = ("cross_entropy", "fused", "chunked")
+
 
 def new_parser(name: str, description: str) -> ArgumentParser:
     """An empty parser of one command."""
@@ -63,7 +65,11 @@ def read_workload(args: Namespace, model: Model, *, default_batch: int | None = 
     seq_len = min(2048, model.max_seq_len or 2048) if args.seq is None else parse_count(args.seq, field="--seq")
     if seq_len < 1:
         raise InvalidInput("--seq", args.seq, "must be at least 1", "give the tokens of a sequence")
+    if args.loss not in LOSSES:
+        raise InvalidInput("--loss", args.loss, "is not known", f"use one of {', '.join(LOSSES)}")
     batch = default_batch if args.batch is None and default_batch else read_batch(args.batch, seq_len)
+    if batch * seq_len > 1 << 44:
+        raise InvalidInput("--batch", args.batch, f"is {batch * seq_len} tokens a step", "give at most 2^44 tokens")
     return Workload(
         global_batch_size=batch, seq_len=seq_len, optimizer=args.optimizer, loss=args.loss, causal=args.causal
     )

@@ -106,8 +106,10 @@ class Cluster:
         Raises:
             InvalidInput: more than a node and no multiple of it.
         """
+        if num_devices < 1:
+            raise InvalidInput("cluster.num_devices", num_devices, "must be at least 1", "give a positive count")
         per_node = min(self.devices_per_node, num_devices)
-        if num_devices < 1 or num_devices % per_node:
+        if num_devices % per_node:
             raise InvalidInput(
                 "cluster.num_devices",
                 num_devices,

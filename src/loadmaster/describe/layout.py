@@ -105,6 +105,8 @@ class Layout:
             name, _, value = item.partition("=")
             if name not in fields:
                 raise InvalidInput("layout", name, "is not a field of a layout", f"use {', '.join(fields)}")
+            if name in given:
+                raise InvalidInput(f"layout.{name}", value, "is given twice", "name every field once")
             given[name] = _read(f"layout.{name}", value or "true", fields[name].default)
         return cls(**given)
 

@@ -19,7 +19,8 @@ from loadmaster.laws.memory import memory_peak
 from loadmaster.laws.step import step_interval, time_terms
 from loadmaster.laws.traffic import traffic_terms
 from loadmaster.ledger import Ledger
-from loadmaster.program.legal import check, padded_vocab
+from loadmaster.program.dimensions import padded_vocab
+from loadmaster.program.legal import check
 from loadmaster.program.stages import Stage, assign_stages
 
 __all__ = ["Cost", "price"]

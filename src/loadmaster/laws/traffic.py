@@ -59,8 +59,8 @@ class _Sums:
             self.num_bytes[term] = self.num_bytes.get(term, 0) + num_bytes
             self.num_messages[term] = self.num_messages.get(term, 0) + messages
 
-    def gather(self, axis: str, n: int, elements: int, element_bytes: int, what: str = "all_gather") -> None:
-        self.add(f"{axis}/{what}", (n - 1) * (elements // n) * element_bytes, n - 1)
+    def gather(self, axis: str, n: int, elements: int, element_bytes: int, *, times: int = 1) -> None:
+        self.add(f"{axis}/all_gather", times * (n - 1) * (elements // n) * element_bytes, times * (n - 1))
 
 
 def data_traffic(
@@ -128,8 +128,7 @@ def _weights(sums: _Sums, buckets: Iterable[Bucket], n: int, element: int, stage
     for bucket in buckets:
         outside = bucket.unit is None or bucket.unit == EMBEDDING
         times = 1 if outside else micro_batches * (1 if bucket.unit == last else 2)
-        for _ in range(times):
-            sums.gather("dp_shard", n, bucket.numel, element)
+        sums.gather("dp_shard", n, bucket.numel, element, times=times)
 
 
 def traffic_terms(

@@ -20,7 +20,8 @@ from loadmaster.planner.refusals import difference
 from loadmaster.planner.remedies import Remedy, remedies
 from loadmaster.planner.search import PlanResult, ability_of
 from loadmaster.planner.space import Columns, degrees, expand
-from loadmaster.program.legal import Dimensions, broken
+from loadmaster.program.dimensions import Dimensions
+from loadmaster.program.legal import broken
 
 __all__ = ["Explanation", "Trade", "explain", "smallest_cluster"]
 

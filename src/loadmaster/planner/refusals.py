@@ -15,7 +15,8 @@ from loadmaster.errors import InvalidInput
 from loadmaster.laws.cost import Cost
 from loadmaster.planner.remedies import remedies
 from loadmaster.planner.space import Columns
-from loadmaster.program.legal import RULES, Dimensions, broken, explain
+from loadmaster.program.dimensions import Dimensions
+from loadmaster.program.legal import RULES, broken, explain
 from loadmaster.units import format_bytes
 
 __all__ = ["Rejection", "refuse_illegal", "refuse_too_large"]

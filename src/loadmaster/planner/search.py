@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -18,17 +17,13 @@ from loadmaster.describe.stack import Stack
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
 from loadmaster.laws.cost import Cost, price
-from loadmaster.laws.interval import memory_interval
-from loadmaster.laws.memory import memory_total
-from loadmaster.laws.step import time_terms
+from loadmaster.planner.priced import TIE, Priced, legal_rows, price_space
 from loadmaster.planner.refusals import Rejection, refuse_illegal, refuse_too_large
-from loadmaster.planner.space import ABILITIES, Ability, Columns, degrees, expand
-from loadmaster.program.legal import Dimensions, broken
+from loadmaster.planner.space import ABILITIES, Ability, degrees, expand
+from loadmaster.program.dimensions import Dimensions
 
-__all__ = ["Plan", "PlanResult", "Priced", "plan", "price_space"]
+__all__ = ["Plan", "PlanResult", "ability_of", "plan", "usual_precision"]
 
-CHUNK = 1 << 15  # rows priced at a time: a column of them is 256 KiB
-TIE = 0.002  # share of the step below which a difference in time decides nothing
 REFINED = 24  # of the best, priced once more one by one, by replay where the laws replay
 
 
@@ -42,63 +37,6 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """As `price` prints it."""
         return self.cost.to_json()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Priced:
-    """A space with its prices.
-
-    Attributes:
-        groups: layouts that share their named choices; seconds, bytes: of each row of all groups in turn.
-        usable: bytes a rank may plan with.
-    """
-
-    groups: Sequence[Columns]
-    seconds: NDArray[np.float64]
-    bytes: NDArray[np.float64]
-    usable: float
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum([len(group) for group in self.groups])
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def layout(self, row: int) -> Layout:
-        """The layout of one row."""
-        group = int(np.searchsorted(self._ends, row, side="right"))
-        return self.groups[group].layout(int(row - (self._ends[group - 1] if group else 0)))
-
-    @property
-    def fits(self) -> NDArray[np.bool_]:
-        """Rows within the usable bytes."""
-        return self.bytes <= self.usable
-
-    def best(self, count: int) -> NDArray[np.int64]:
-        """The fastest rows that fit, best first; of those within `TIE` of the fastest, the simplest first."""
-        rows = np.flatnonzero(self.fits)
-        if not len(rows):
-            return rows
-        ties = rows[self.seconds[rows] <= (1 + TIE) * self.seconds[rows].min()]
-        axes = np.concatenate([group.num_axes() for group in self.groups])[ties]
-        ties = ties[np.lexsort((self.bytes[ties], self.seconds[ties], axes))][:count]
-        return np.append(ties, self._fastest(np.setdiff1d(rows, ties), count))[:count]
-
-    def best_refused(self, count: int) -> NDArray[np.int64]:
-        """The fastest rows that do not fit."""
-        return self._fastest(np.flatnonzero(~self.fits), count)
-
-    def _fastest(self, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        if len(rows) > count:
-            rows = rows[np.argpartition(self.seconds[rows], count)[:count]]
-        return rows[np.lexsort((self.bytes[rows], self.seconds[rows]))]
-
-    def front(self) -> NDArray[np.int64]:
-        """The Pareto front: rows that nothing beats in both time and memory, the fastest first."""
-        order = np.lexsort((self.bytes, self.seconds))
-        lowest = np.minimum.accumulate(self.bytes[order])
-        return order[np.append(True, lowest[1:] < lowest[:-1])] if len(order) else order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +104,8 @@ def plan(
     Raises:
         InvalidInput: a field of the cluster or the workload makes every layout illegal.
     """
+    if not 0 < max_risk < 1:
+        raise InvalidInput("--risk", max_risk, "is no probability", "give a number between 0 and 1, e.g. 0.05")
     started = perf_counter()
     chosen = stack if isinstance(stack, Stack) else Stack.named(stack)
     dtypes = precision or usual_precision(cluster.device)
@@ -222,59 +162,11 @@ def ability_of(stack: Stack, optimizer_bits: int | None) -> Ability:
     return ability
 
 
-def legal_rows(dims: Dimensions, workload: Workload, columns: Columns, cluster: Cluster) -> NDArray[np.bool_]:
-    """Rows that break no rule."""
-    bad = np.zeros(len(columns), dtype=bool)
-    for mask in broken(dims, workload, columns, cluster).values():
-        bad |= mask
-    return ~bad
-
-
 def _nothing_legal(rejections: Sequence[Rejection]) -> InvalidInput:
     """The refusal closest to the plain layout speaks for all."""
     first = rejections[0].error
     assert first is not None
     return InvalidInput(first.field, first.value, first.rule, first.way_out)
-
-
-def price_space(
-    model: Model,
-    cluster: Cluster,
-    workload: Workload,
-    stack: Stack,
-    dims: Dimensions,
-    groups: Iterator[Columns],
-    *,
-    max_risk: float = 0.1,
-) -> Priced:
-    """Memory and time of every legal row of `groups`."""
-    kept: list[Columns] = []
-    seconds: list[NDArray[np.float64]] = []
-    sizes: list[NDArray[np.float64]] = []
-    for group in groups:
-        for part in group.take(legal_rows(dims, workload, group, cluster)).chunks(CHUNK):
-            columns: Any = part.compact()
-            kept.append(part)
-            sizes.append(_column(memory_total(model, cluster, workload, columns, stack), len(part)))
-            seconds.append(_total(time_terms(model, cluster, workload, columns, stack), len(part)))
-    usable = memory_interval(stack, 1.0).usable(cluster.memory_bytes, max_risk)
-    none = np.zeros(0)
-    return Priced(
-        groups=kept, seconds=np.concatenate(seconds) if seconds else none,
-        bytes=np.concatenate(sizes) if sizes else none, usable=usable,
-    )  # fmt: skip
-
-
-def _column(value: Any, count: int) -> NDArray[np.float64]:
-    return np.broadcast_to(np.asarray(value, dtype=np.float64), (count,))
-
-
-def _total(terms: Mapping[str, Any], count: int) -> NDArray[np.float64]:
-    """Sum of the terms, a row each."""
-    total = np.zeros(count)
-    for value in terms.values():
-        total += value
-    return total
 
 
 def _thinned(rows: NDArray[np.int64], most: int = 60) -> list[int]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.workload import Workload
-from loadmaster.program.legal import Dimensions
+from loadmaster.program.dimensions import Dimensions
 from loadmaster.units import MIB
 
 __all__ = ["ABILITIES", "NUMERIC", "Ability", "Columns", "degrees", "expand"]
@@ -28,6 +28,7 @@ NUMERIC = (
 )  # fmt: skip
 _BOOLEAN = ("sequence_parallel", "reduce_each_micro_batch", "offload_optimizer", "replicate_kv_heads")
 
+MOST_SEQUENCES = 64  # of a micro-batch: far beyond where a device is full
 _ALL = ("tp", "pp", "cp", "ep")
 
 
@@ -163,7 +164,7 @@ def degrees(dims: Dimensions, num_devices: int, ability: Ability, workload: Work
     grid = _factorisations(num_devices, ability)
     experts = _divisors(max(dims.experts)) if "ep" in ability.axes and dims.experts else [1]
     grid = _cross(grid, "ep", experts)
-    sizes = [b for b in _divisors(workload.global_batch_size) if b <= 64 or b == workload.global_batch_size]
+    sizes = [b for b in range(1, MOST_SEQUENCES + 1) if workload.global_batch_size % b == 0]
     grid = _cross(grid, "micro_batch_size", sizes)
     return Columns(fields=_with_defaults(grid))
 
