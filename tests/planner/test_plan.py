@@ -76,10 +76,13 @@ def test_the_best_is_the_fastest_that_fits() -> None:
 
 
 def test_of_equals_the_simplest_comes_first() -> None:
-    """Context parallelism hides its exchange here, so it is as fast as data parallelism; it must not be chosen."""
-    best = plan(MODEL, CLUSTER, WORK, stack="torchtitan").best
-    assert best is not None
-    assert best.layout.cp == 1
+    space = priced("torchtitan")
+    even = replace(space, seconds=np.ones(len(space)), bytes=np.ones(len(space)))
+    first = even.layout(int(even.best(1)[0]))
+    assert sum(d > 1 for d in (first.tp, first.pp, first.cp, first.dp_replicate, first.dp_shard)) == 1
+    assert first.recompute == "none"
+    slower = replace(even, seconds=np.where(np.arange(len(space)) == 7, 0.9, 1.0))
+    assert slower.best(1)[0] == 7
 
 
 def test_nothing_on_the_front_is_beaten() -> None:
