@@ -58,6 +58,7 @@ class Size(StrEnum):
     SCORES = "scores"  # one a head, query and key
     INPUT = "input"  # as its first input
     OUTPUT = "output"  # as its first output
+    WEIGHT = "weight"  # as its first weight, whatever the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,8 @@ class Extra:
     """A tensor an op keeps that is neither its input nor its output.
 
     Attributes:
-        size: elements; dtype: ``compute`` or a dtype; low_only: only where compute is narrower than fp32.
+        size: elements; dtype: ``compute``, ``param``, ``input`` (as its first input has it) or a dtype;
+        low_only: only where compute is narrower than fp32.
         context_only: only where context parallelism divides the sequence.
     """
 
@@ -108,9 +110,14 @@ class Extra:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What one kind of op leaves for its backward: positions of inputs and outputs, and extras."""
+    """What one kind of op leaves for its backward: positions of inputs and outputs, and extras.
+
+    Attributes:
+        upcast: positions of inputs kept in fp32: themselves where they are fp32 already, else a copy.
+    """
 
     inputs: tuple[int, ...] = ()
+    upcast: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     extra: tuple[Extra, ...] = ()
 
@@ -218,6 +225,8 @@ class Stack:
         workspace: bytes of its own matrix library's scratch, before Hopper and from Hopper on.
         deterministic: run with CUBLAS_WORKSPACE_CONFIG=:4096:8, 32 MiB a cuBLAS workspace on any device.
         placement: ``even`` or ``cost`` (blocks to stages by cumulative FLOPs, the head's included).
+        autocast: 16-bit compute on wider weights runs under torch.autocast: matrix products and attention make 16-bit
+            tensors and keep a cast copy of each wider input, norms and the residual stream stay in fp32.
         overlaps_*: what runs beside compute (the time law reads these).
     """
 
@@ -244,6 +253,7 @@ class Stack:
     head_streams: int = 0
     copies_views: bool = False
     scratch_gradients: bool = False
+    autocast: bool = False
     placement: str = "even"
     workspace: tuple[int, int] = (0, 0)
     deterministic: bool = False
@@ -290,6 +300,8 @@ class Stack:
         function = op.function
         if op.attention is not None:
             function = self.attention + ("_dropout" if op.attention.dropout else "")
+            if op.function.endswith("_copied") and (op.kind, function + "_copied") in self.saving:
+                function += "_copied"
         rule = self.saving.get((op.kind, function))
         rule = rule if rule is not None else self.saving.get((op.kind, ""), Kept())
         return rule if self.trained == "all" else _of_frozen(op, rule, self.trained)

@@ -6,13 +6,14 @@ view costs nothing beside its root. What the rules name is turned into coefficie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from loadmaster.describe.model import Block
-from loadmaster.describe.op import Op, OpKind, Split, Value, ValueType
+from loadmaster.describe.op import Op, OpKind, Split, Value
 from loadmaster.describe.precision import BYTES, Precision
 from loadmaster.describe.stack import Extra, Kept, Size, Stack
+from loadmaster.laws.autocast import LOW_PRECISION, element_bytes, value_bytes
 from loadmaster.laws.numbers import Number
 from loadmaster.laws.polynomial import Polynomial, Shape
 
@@ -28,7 +29,6 @@ __all__ = [
     "value_bytes",
 ]
 
-_FIXED_BYTES = {ValueType.FP32: 4, ValueType.INT64: 8, ValueType.INT32: 4, ValueType.BOOL: 1}
 _TERMS = {
     OpKind.NORM: "norm", OpKind.ADD: "residual", OpKind.EMBEDDING: "embedding", OpKind.POSITION: "embedding",
     OpKind.ROUTER: "router", OpKind.DISPATCH: "router", OpKind.COMBINE: "router", OpKind.DROPOUT: "dropout",
@@ -62,11 +62,6 @@ class SavedTensor:
         return self.batch_power, self.seq_power, self.split, self.width * self.bytes
 
 
-def value_bytes(value: Value, precision: Precision) -> int:
-    """Bytes of one element of a value."""
-    return _FIXED_BYTES.get(value.type, BYTES[precision.compute])
-
-
 def term_of(op: Op) -> str:
     """The ledger term an op's saved tensors stand under."""
     return f"activations/{_TERMS.get(op.kind) or op.name.split('.', 1)[0]}"
@@ -89,6 +84,7 @@ def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: b
     hidden = unwritten(block, stack)
     routed = _routed(block)
     partial = _partial_views(block, stack, values) if stack.copies_views else frozenset()
+    sizes = element_bytes(block, stack, precision)
     found: dict[str, SavedTensor] = {}
     for op in block.ops:
         if op.kind is OpKind.LOSS:
@@ -97,15 +93,35 @@ def saved_tensors(block: Block, stack: Stack, precision: Precision, selective: b
         for name in _named(op, rule):
             value = values[name] if name in partial else root(values, name)
             elsewhere = value.alias is not None and value.alias not in values  # the block that makes it keeps it
-            if value.name not in hidden and value.name not in found and not elsewhere:
-                found[value.name] = _of_value(op, value, precision, value.name in routed)
+            if value.name not in hidden and not elsewhere:
+                tensor = _of_value(op, value, sizes[value.name], value.name in routed)
+                if name in op.inputs:
+                    tensor = _as_computed(op, tensor, precision)
+                found.setdefault(tensor.name, tensor)
+        for place in rule.upcast:
+            tensor = _upcast(op, root(values, op.inputs[place]), sizes, routed)
+            found.setdefault(tensor.name, tensor)
         if selective and op.kind in stack.selective:
             continue
         for extra in rule.extra:
-            tensor = _of_extra(op, extra, values, precision)
-            if tensor is not None:
-                found[tensor.name] = tensor
+            kept = _of_extra(op, extra, values, precision, sizes)
+            if kept is not None:
+                found[kept.name] = kept
     return tuple(found.values())
+
+
+def _as_computed(op: Op, tensor: SavedTensor, precision: Precision) -> SavedTensor:
+    """A kept input of a product or of attention that is wider than they compute: each keeps its own cast of it."""
+    low = BYTES[precision.compute]
+    if op.kind not in LOW_PRECISION or tensor.bytes <= low:
+        return tensor
+    return replace(tensor, name=f"{op.name}/cast of {tensor.name}", bytes=low)
+
+
+def _upcast(op: Op, value: Value, sizes: dict[str, int], routed: frozenset[str]) -> SavedTensor:
+    """An input kept in fp32: itself, or a copy."""
+    tensor = _of_value(op, value, 4, value.name in routed)
+    return tensor if sizes[value.name] == 4 else replace(tensor, name=f"{op.name}/fp32_copy")
 
 
 def _every_second_matmul(
@@ -114,15 +130,15 @@ def _every_second_matmul(
     """The block's input, the attention's output and statistics, and every second product counting from the first."""
     found: dict[str, SavedTensor] = {}
     first = values[block.input]
-    found[first.name] = _of_value(block.ops[0], first, precision, False)
+    found[first.name] = _of_value(block.ops[0], first, value_bytes(first, precision), False)
     matmuls = [op for op in block.ops if op.kind is OpKind.MATMUL][::2]
     for op in block.ops:
         if op in matmuls or op.kind is OpKind.ATTENTION:
             output = root(values, op.outputs[0])
-            found[output.name] = _of_value(op, output, precision, False)
+            found[output.name] = _of_value(op, output, value_bytes(output, precision), False)
         if op.kind is OpKind.ATTENTION:
             for extra in stack.kept(op).extra:
-                tensor = _of_extra(op, extra, values, precision)
+                tensor = _of_extra(op, extra, values, precision, {})
                 if tensor is not None:
                     found[tensor.name] = tensor
     return tuple(found.values())
@@ -168,14 +184,16 @@ def _routed(block: Block) -> frozenset[str]:
     return frozenset(names)
 
 
-def _of_value(op: Op, value: Value, precision: Precision, routed: bool) -> SavedTensor:
+def _of_value(op: Op, value: Value, size: int, routed: bool) -> SavedTensor:
     return SavedTensor(
-        name=value.name, op=op.name, term=term_of(op), width=value.width, bytes=value_bytes(value, precision),
+        name=value.name, op=op.name, term=term_of(op), width=value.width, bytes=size,
         batch_power=value.batch_power, seq_power=value.seq_power, split=value.split, routed=routed,
     )  # fmt: skip
 
 
-def _of_extra(op: Op, extra: Extra, values: dict[str, Value], precision: Precision) -> SavedTensor | None:
+def _of_extra(
+    op: Op, extra: Extra, values: dict[str, Value], precision: Precision, sizes: dict[str, int]
+) -> SavedTensor | None:
     if extra.low_only and BYTES[precision.compute] >= 4:
         return None
     like = values[op.outputs[0] if extra.size is Size.OUTPUT else op.inputs[0]]
@@ -187,11 +205,17 @@ def _of_extra(op: Op, extra: Extra, values: dict[str, Value], precision: Precisi
         case Size.HEADS | Size.SCORES if op.attention is not None:
             width, split = op.attention.num_heads, Split.TP
             seq_power += 1 if extra.size is Size.SCORES else 0
+        case Size.WEIGHT:
+            width, batch_power, seq_power, split = op.weights[0].numel, 0, 0, op.weights[0].split
         case _:
             pass
     if extra.context_only:
         split = f"context/{split}"
-    size = {"compute": BYTES[precision.compute], "bool": 1}.get(extra.dtype) or BYTES[extra.dtype]
+    named = {"compute": BYTES[precision.compute], "param": BYTES[precision.param], "bool": 1}
+    if extra.dtype == "input":
+        size = sizes.get(root(values, op.inputs[0]).name, BYTES[precision.compute])
+    else:
+        size = named.get(extra.dtype) or BYTES[extra.dtype]
     return SavedTensor(
         name=f"{op.name}/{extra.name}", op=op.name, term=term_of(op), width=width, bytes=size,
         batch_power=batch_power, seq_power=seq_power, split=split,
@@ -215,11 +239,11 @@ def activation_polynomials(
 
 
 @lru_cache(maxsize=4096)
-def input_polynomial(block: Block, precision: Precision) -> Polynomial:
+def input_polynomial(block: Block, precision: Precision, stack: Stack) -> Polynomial:
     """Bytes of the block's input, all that a checkpoint of the block keeps."""
     values = {v.name: v for v in block.values}
     value = root(values, block.input)
-    size = value_bytes(value, precision)
+    size = element_bytes(block, stack, precision)[value.name]
     return Polynomial.of([(value.batch_power, value.seq_power, value.split, value.width * size)])
 
 

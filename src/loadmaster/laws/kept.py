@@ -26,7 +26,7 @@ def kept_terms(run: Run, placement: Placement, in_flight: list[Number]) -> Terms
             terms[term] = terms.get(term, 0) + (layers - recomputed) * number
         if run.layout.recompute in ("full", "blocks"):
             name = "activations/checkpoint"
-            number = input_polynomial(block, run.precision)(run.shape)
+            number = input_polynomial(block, run.precision, run.stack)(run.shape)
             terms[name] = terms.get(name, 0) + recomputed * number
     first = in_flight[0] * placement.embedding
     for block, count in ((run.model.embedding, first), (run.model.head, placement.head)):

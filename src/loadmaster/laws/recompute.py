@@ -44,7 +44,7 @@ def last_backward_terms(run: Run, placement: Placement) -> Terms:
         present = where(layers > 0, 1, 0)
         transient = greater(transient, _transient(run, block) * present)
         again = greater(again, _made_again(run, block) * present)
-        inputs = inputs + layers * input_polynomial(block, run.precision)(run.shape)
+        inputs = inputs + layers * input_polynomial(block, run.precision, run.stack)(run.shape)
     return {"transient": transient, "activations/recomputed": again + inputs}
 
 
@@ -56,7 +56,7 @@ def _made_again(run: Run, block: Block) -> Number:
         if run.layout.recompute == "selective":
             kept = sum(block_terms(run, block).values())
         else:
-            kept = input_polynomial(block, run.precision)(run.shape)
+            kept = input_polynomial(block, run.precision, run.stack)(run.shape)
         run.known[key] = greater(whole - kept, 0)
     return run.known[key]
 

@@ -95,7 +95,7 @@ def _first_keeper(block: Block, stack: Stack, values: dict[str, Value], name: st
     """The op whose backward is the last to need a saved tensor: the first that kept it."""
     for op in block.ops:
         rule = stack.kept(op)
-        names = [op.inputs[i] for i in rule.inputs if i < len(op.inputs)]
+        names = [op.inputs[i] for i in (*rule.inputs, *rule.upcast) if i < len(op.inputs)]
         names += [op.outputs[i] for i in rule.outputs if i < len(op.outputs)]
         if name in {root(values, n).name for n in names} or name.startswith(f"{op.name}/"):
             return op.name

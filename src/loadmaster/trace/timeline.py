@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from loadmaster.ledger import Ledger
 
-__all__ = ["Category", "Event", "Live", "Peak", "Storage", "Timeline", "sum_by"]
+__all__ = ["CAST_TERM", "Category", "Event", "Live", "Peak", "Storage", "Timeline", "sum_by"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,6 +34,7 @@ class Category(StrEnum):
     TEMPORARY = "temporary"
 
 
+CAST_TERM = "parameters/cast"
 TERMS = {
     Category.PARAMETER: "parameters",
     Category.GRADIENT: "gradients",
@@ -269,7 +270,8 @@ class Timeline:
     def saved_bytes(self, prefix: str = "", *, phase: str = "forward") -> int:
         """Bytes that autograd holds for backward at the end of `phase` and that modules below `prefix` made or saved.
 
-        Parameters, buffers and inputs that are saved as well cost nothing more and are not counted.
+        Parameters, buffers and inputs that are saved as well cost nothing more and are not counted, nor are the casts
+        of parameters that autocast makes.
         """
         return sum(s.bytes for s in self.saved(prefix, phase=phase))
 
@@ -283,6 +285,7 @@ class Timeline:
             s
             for s in self.storages
             if s.category is Category.ACTIVATION
+            and s.term != CAST_TERM
             and s.saved_from is not None
             and first <= s.saved_from < end
             and (s.saved_until is None or s.saved_until >= end)

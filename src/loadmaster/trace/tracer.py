@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from loadmaster.errors import LoadmasterError
 from loadmaster.trace.ghost import CPU, Ghost, as_meta, ghost_of, metadata_key, shared_plans, tensors_in
-from loadmaster.trace.timeline import Category
+from loadmaster.trace.timeline import CAST_TERM, Category
 from loadmaster.trace.values import Values
 from loadmaster.trace.whereabouts import Whereabouts
 
@@ -25,6 +25,7 @@ __all__ = ["Life", "Tracer", "Untraceable"]
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
+_CAST = torch.ops.aten._to_copy.default
 _INDEX = torch.ops.aten.index.Tensor
 _WAIT = "_c10d_functional::wait_tensor"
 _LIFTS = ("aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy")
@@ -237,11 +238,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise self._refuse(func, error) from None
         for ghost in born:
             life = self.follow(ghost)
+            if func is _CAST:
+                self._note_cast(life, args[0])
             if facts.collective:
                 life.category = Category.COMMUNICATION
         if value is not None:
             _attach(result, value)
         return result
+
+    def _note_cast(self, life: Life, source: torch.Tensor) -> None:
+        """A copy of a parameter in another dtype (autocast's) is no activation of its layer, though autograd keeps it."""
+        of = self.life_of(source)
+        if of is not None and of.category is Category.PARAMETER:
+            life.term, life.name, life.owner = CAST_TERM, f"{of.name} cast", of.owner
 
     def _values_known(self, tensors: list[torch.Tensor]) -> bool:
         values = self.values

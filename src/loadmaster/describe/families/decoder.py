@@ -26,7 +26,8 @@ class Layer:
         qkv_bias, out_bias, mlp_bias: which linear layers have one.
         qk_norm: ``head`` (one norm of head_dim shared by all heads), ``full`` (over the whole projection) or none.
         placement: norms ``pre`` each branch, ``post`` it (OLMo 2), or ``sandwich`` (Gemma 2 and 3).
-        norm: ``rms`` or ``rms_unit`` (weight + 1).
+        norm: ``rms``, ``rms_unit`` (weight + 1) or ``rms_fp32`` (multiplied by its weight in fp32).
+        attention_function: ``sdpa``, ``sdpa_copied`` (q and k are put together of two parts) or ``eager``.
         rotary: whether positions turn q and k; fused: one qkv and one gate-up matrix (Phi-3).
         residual_dropout: rate before each residual sum; scaled: branches are multiplied by a constant (Granite).
         activation: of the gate. mlp: builds another MLP (experts) in its place.

@@ -38,7 +38,8 @@ def _block(fields: Fields, prefix: str) -> Block:
     flow = Flow("decoder", prefix, width=hidden)
     y = layer_norm(flow, "attention_norm", "input", "input_layernorm")
     qkv = fused_qkv(flow, y, core, width=hidden, weight="attention.query_key_value", bias=biased)
-    y = attend(flow, qkv, core, weight="attention.dense", width=hidden, bias=biased, rope_width=_rope_width(fields))
+    y = attend(flow, qkv, core, weight="attention.dense", width=hidden, bias=biased, rope_width=_rope_width(fields),
+               function="sdpa_copied")  # fmt: skip
     y = flow.dropout("attention.dropout", y, rate)
     parallel = fields.flag("use_parallel_residual", True)
     x = "input" if parallel else flow.add("attention.residual", y, "input")

@@ -64,7 +64,7 @@ KINDS = {
     "qwen3": Kind(kv_heads=32, head_dim=128, windowed="above", window=4096, qk_norm="head"),
     "smollm3": Kind(mlp_bias=True, kv_heads=4, tied=True, windowed="no_rope"),
     "granite": Kind(mlp_bias=True, scaled=True, embedding_scale=True),
-    "olmo2": Kind(qk_norm="full", placement="post"),
+    "olmo2": Kind(qk_norm="full", placement="post", norm="rms_fp32"),
     "phi3": Kind(qkv_bias=False, out_bias=False, windowed="always", fused=True),
     "gemma": replace(
         _GEMMA, placement="pre", windowed="never", kv_heads=16, activation_field="hidden_act",
@@ -162,7 +162,7 @@ def read_layers(fields: Fields, kind: Kind) -> list[Layer]:
         qk_norm=kind.qk_norm, placement=kind.placement, norm=kind.norm, fused=kind.fused, scaled=kind.scaled,
         residual_dropout=fields.rate("resid_pdrop") if kind.fused else 0.0,
         activation=fields.text(kind.activation_field, kind.activation),
-        attention_function="eager" if softcap else "sdpa",
+        attention_function="eager" if softcap else "sdpa_copied" if kind.fused else "sdpa",
     )  # fmt: skip
     return _shared(first, windows(fields, kind, num_layers), [_rotary(fields, kind, i) for i in range(num_layers)])
 
