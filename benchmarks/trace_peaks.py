@@ -1,8 +1,8 @@
 """Traced peak against the peak of a real run on this CPU, for twelve kinds of module.
 
 The real run is observed by PyTorch's allocator reports (loadmaster/trace/observe.py), not by the tracer. Columns:
-bytes of tensors alive at the peak, traced and observed; what else was alive then (the eight bytes of Python numbers that
-autograd saves, states of the random generator that checkpoints keep); by how much kernels exceed it with scratch.
+bytes of tensors alive at the peak, traced and observed; what else was alive then (the eight bytes of Python numbers
+that autograd saves, states of the random generator that checkpoints keep); by how much kernels exceed it with scratch.
 
     python benchmarks/trace_peaks.py [module ...]
 """

@@ -247,7 +247,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_cast(self, life: Life, source: torch.Tensor) -> None:
-        """A copy of a parameter in another dtype (autocast's) is no activation of its layer, though autograd keeps it."""
+        """A parameter cast to another dtype (autocast's copy) is no activation of its layer, though it is saved."""
         of = self.life_of(source)
         if of is not None and of.category is Category.PARAMETER:
             life.term, life.name, life.owner = CAST_TERM, f"{of.name} cast", of.owner
