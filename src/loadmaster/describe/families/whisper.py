@@ -62,11 +62,12 @@ def _embedding(fields: Fields, base: str) -> Block:
 
 
 def _convolution(flow: Flow, name: str, x: str, d_in: int, d_out: int, length: int) -> str:
-    """gelu(conv(x)), kernel 3; FLOPs by the length of what it makes."""
+    """gelu(conv(x)), kernel 3: 2 d_in d_out 3 FLOPs for each of the `length` columns it makes."""
     kernel = Weight(name=f"{name}.weight", shape=(d_out, d_in, 3), multiplies=True)
     weights = (kernel, Weight(name=f"{name}.bias", shape=(d_out,)))
     y = flow.value(name, d_out * length, seq_power=0)
-    flow.ops.append(Op(name=name, kind=OpKind.CONV, inputs=(x,), outputs=(y,), weights=weights))
+    flops = 2.0 * kernel.numel * length
+    flow.ops.append(Op(name=name, kind=OpKind.CONV, inputs=(x,), outputs=(y,), weights=weights, flops=flops))
     return flow.pointwise(f"{name}.activation", OpKind.ACTIVATION, y, function="gelu")
 
 
