@@ -67,23 +67,34 @@ def _highest(profile: Any) -> int:
 
 
 class PeakStep:
-    """Measures one step of a run; its ledger is what stays between steps and, beyond that, what rose at the peak."""
+    """Measures a settled step of a run: one that ends holding what it began with.
+
+    Its ledger is what stays between steps and, beyond that, what was alive at the highest moment. A step that grew
+    (recycled buffers come when they are first needed) is followed by another try.
+    """
+
+    TRIES = 5
 
     def __init__(self, engine: Engine, device: torch.device, *, step: int) -> None:
         self.engine, self.device, self.step = engine, device, step
-        self._measured: Ledger | None = None
+        self.rise: int | None = None
+        self._tries, self._settled = 0, False
 
     def around(self, step: int) -> contextlib.AbstractContextManager[object]:
-        """The meter around `step` if it is the one to measure, else nothing."""
-        return self._measure() if step == self.step else contextlib.nullcontext()
+        """The meter around `step` if it is one to measure, else nothing."""
+        wanted = step >= self.step and not self._settled and self._tries < self.TRIES
+        return self._measure() if wanted else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _measure(self) -> Iterator[None]:
-        held = self.engine.memory_ledger()
+        before = self.engine.memory_ledger().total
         with PeakMeter(self.device) as meter:
             yield
-        self._measured = held + Ledger("bytes", {"activations": meter.rise})
+        grown = int(self.engine.memory_ledger().total - before)
+        self.rise = meter.rise - max(0, grown)
+        self._tries, self._settled = self._tries + 1, not grown
 
     def ledger(self) -> Ledger:
-        """At the peak; what is held now, before the step was measured."""
-        return self._measured or self.engine.memory_ledger()
+        """At the peak; what is held, before a step was measured."""
+        held = self.engine.memory_ledger()
+        return held if self.rise is None else held + Ledger("bytes", {"activations": self.rise})
