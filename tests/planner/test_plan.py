@@ -105,6 +105,17 @@ def test_a_tight_cap_makes_the_plan_cut_something() -> None:
     assert all(r.way_out for r in refused)
 
 
+def test_eight_bits_only_where_nothing_else_fits() -> None:
+    result = plan(MODEL, CLUSTER, WORK)
+    assert all(p.layout.optimizer_bits == 32 for p in result.plans)
+    one = Cluster.parse("h100-sxm")
+    lean = price(MODEL, one, WORK, Layout(recompute="full", optimizer_bits=8)).memory.total
+    result = plan(MODEL, replace(one, memory_cap=int(lean * 1.12)), WORK)
+    assert result.best is not None
+    assert result.best.layout.optimizer_bits == 8
+    assert any("8 bits" in note for note in result.notes)
+
+
 def test_remedies_do_what_they_say() -> None:
     cost = price(MODEL, CLUSTER, WORK, Layout(dp_shard=16, zero=1, micro_batch_size=4))
     from loadmaster.planner.remedies import remedies

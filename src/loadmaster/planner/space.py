@@ -64,7 +64,7 @@ class Ability:
 
 _PIPELINES = ("1f1b", "interleaved_1f1b")
 ABILITIES: Mapping[str, Ability] = {
-    "loadmaster": Ability(),
+    "loadmaster": Ability(optimizer_bits=(32, 8)),
     "megatron": Ability(
         axes=_ALL, zero=(0, 1), schedules=_PIPELINES, recompute=("none", "selective", "full", "blocks")
     ),
