@@ -15,6 +15,8 @@ from loadmaster.describe.layout import Layout
 __all__ = ["recompute_blocks", "recomputed_blocks"]
 
 _ATTENTION_CORE = ("scaled_dot_product", "_softmax", "bmm", "dropout", "_flash_attention", "_efficient_attention")
+# dropout on the CPU fills an empty tensor in place: all random work is done again, from the kept random state
+_RANDOM = ("empty", "bernoulli", "rand")
 
 
 def recomputed_blocks(num_blocks: int, layout: Layout) -> tuple[int, ...]:
@@ -48,7 +50,8 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _attention_core_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Recompute the attention core, save all else."""
+    """Recompute the attention core and whatever draws numbers or writes in place, save all else."""
     name = op.__name__ if hasattr(op, "__name__") else str(op)
-    core = any(part in name for part in _ATTENTION_CORE)
-    return CheckpointPolicy.PREFER_RECOMPUTE if core else CheckpointPolicy.MUST_SAVE
+    schema = getattr(op, "_schema", None)
+    again = any(part in name for part in _ATTENTION_CORE + _RANDOM) or (schema is not None and schema.is_mutable)
+    return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE

@@ -27,6 +27,7 @@ __all__ = ["StepDifference", "Verification", "verify", "verify_rank"]
 # relative difference of gradients allowed: rounding in another order of summation, in the compute dtype
 TOLERANCES = {"fp32": 2e-5, "tf32": 2e-2, "bf16": 5e-2, "fp16": 2e-2}
 MAX_LOCAL_RANKS = 16
+WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,7 @@ def verify_rank(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
         vocabulary = min(vocab_size(module), 1 << 20)
         reference = _Reference(copy.deepcopy(module), layout, payload) if member.first else None
         optimizer = OptimizerConfig(
-            name=payload["optimizer"], lr=payload["lr"], state_bits=layout.optimizer_bits, weight_decay=0.01
+            name=payload["optimizer"], lr=payload["lr"], state_bits=layout.optimizer_bits, weight_decay=WEIGHT_DECAY
         )
         rows = []
         with build(module, layout, optimizer=optimizer, device=torch.device("cpu")) as engine:
@@ -246,17 +247,30 @@ def _gathered(shards: Any, kind: str, member: Any) -> dict[str, Any]:
     return whole
 
 
+def _plain_optimizer(name: str, parameters: list[Any], *, lr: float) -> Any:
+    """PyTorch's own, or ours with 32-bit state where PyTorch has none (Lion)."""
+    import torch
+
+    from loadmaster.runtime import optim
+
+    match name:
+        case "sgd" | "sgd_momentum":
+            momentum = 0.9 if name == "sgd_momentum" else 0.0
+            return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY)
+        case "lion":
+            return optim.Lion(parameters, lr=lr, betas=(0.9, 0.999), weight_decay=WEIGHT_DECAY)
+    cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[name]
+    return cls(parameters, lr=lr, weight_decay=WEIGHT_DECAY)
+
+
 class _Reference:
     """One process, plain PyTorch."""
 
     def __init__(self, module: Any, layout: Layout, payload: Mapping[str, Any]) -> None:
-        from loadmaster.runtime.optimizer import OptimizerConfig, _named_optimizer
-
         self.module, self.eight_bit = module, layout.optimizer_bits == 8
         self.compute = Precision.named(layout.precision).compute
         trained = [p for p in module.parameters() if p.requires_grad]
-        config = OptimizerConfig(name=payload["optimizer"], lr=payload["lr"], weight_decay=0.01)
-        self.optimizer = _named_optimizer(config, [{"params": trained}])
+        self.optimizer = _plain_optimizer(payload["optimizer"], trained, lr=payload["lr"])
 
     def compare(
         self, step: int, items: list[dict[str, Any]], result: Any, gradients: Mapping[str, Any],
