@@ -51,9 +51,13 @@ def weyl(turns: Tensor, block: int) -> Tensor:
     return (turns[:, None] + lane) & MASK
 
 
-def dither(turns: Tensor, block: int) -> Tensor:
-    """Evenly spread numbers in [1, 2) for each element, the same whatever the sharding: (blocks, block) fp32."""
-    bits = ((weyl(turns, block) >> 9) & DITHER_MASK) | 0x3F800000
+def dither(turns: Tensor, block: int, *, upper: bool) -> Tensor:
+    """Evenly spread numbers in [1, 2) for each element, the same whatever the sharding: (blocks, block) fp32.
+
+    From 14 of the 32 bits: the first moment takes upper ones, the second lower ones, so that they are independent.
+    """
+    bits = weyl(turns, block)
+    bits = ((bits >> 9 if upper else bits << 5) & DITHER_MASK) | 0x3F800000
     return bits.to(torch.int32).view(torch.float32)
 
 
@@ -110,7 +114,7 @@ def encode(
     y = coordinate(values, scales, code)
     near = torch.round(y)
     if old is not None and turns is not None:
-        far = torch.floor(y + dither(turns, block)) - 1
+        far = torch.floor(y + dither(turns, block, upper=code.signed)) - 1
         near = torch.where(near == blocks_of(old, block), far, near)
     near = near.nan_to_num(0.0).clamp(-code.top, code.top)
     assert scales.numel() == num_blocks(x.numel(), block)

@@ -39,7 +39,7 @@ def name() -> str:
     """What runs, for people."""
     library = _library()
     assert library is not None
-    wide = "AVX-512" if library.loadmaster_lanes() == 16 else "portable"
+    wide = "AVX-512" if library.loadmaster_lanes() > 1 else "portable"
     return f"C ({wide}, {torch.get_num_threads()} threads)"
 
 

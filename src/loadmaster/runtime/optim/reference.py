@@ -41,9 +41,8 @@ def _step(work: Work) -> None:
     for moment, value, (_, code) in zip(work.moments, values, names, strict=True):
         if moment.scales is None:
             continue
-        use = turns if code.signed else mix_tensor(turns + 1)
         lost = moment.data if float(work.scalars.dithered) > 0 else None
-        codes, scales = encode(value, code, work.block, old=lost, turns=use)
+        codes, scales = encode(value, code, work.block, old=lost, turns=turns)
         moment.data.copy_(codes)
         moment.scales.copy_(scales)
 

@@ -11,7 +11,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
 #include <immintrin.h>
 #endif
 
@@ -49,8 +49,9 @@ static inline uint32_t mix(uint32_t x) {
     return x ^ (x >> 15);
 }
 
-/* [1, 2): a Weyl sequence inside the block, turned by a hash of (seed, step, block) */
-static inline float dither(uint32_t weyl) { return as_float(((weyl >> 9) & DITHER_MASK) | 0x3F800000u); }
+/* [1, 2) from 14 bits of a Weyl sequence inside the block, turned by a hash of (seed, step, block): the upper bits
+ * (>> 9) for the first moment, lower ones (<< 5) for the second */
+static inline float dither(uint32_t shifted) { return as_float((shifted & DITHER_MASK) | 0x3F800000u); }
 
 static inline float decode_signed(int code, float unit) {
     uint32_t bits = as_bits((float)code), magnitude = (bits << 1) - SIGNED_OFFSET;
@@ -64,32 +65,93 @@ static inline float decode_unsigned(int code, float unit) {
 
 static inline float inverse(float top, float scale) { return scale > 0 ? fminf(top / scale, FLT_MAX) : 0.0f; }
 
-#ifdef __AVX512F__
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define WIDE 64    /* elements handled at once: one vector of codes, four of floats */
+#define AHEAD 1024 /* elements fetched in advance, so that memory does not rest while codes are made */
 typedef __m512 vf;
 typedef __m512i vi;
+static inline void fetch(const void *x) { _mm_prefetch((const char *)x, _MM_HINT_T0); }
 static inline vf vset(float x) { return _mm512_set1_ps(x); }
 static inline vi vbits(uint32_t x) { return _mm512_set1_epi32((int)x); }
+static inline vi as_vi(vf x) { return _mm512_castps_si512(x); }
+static inline vf as_vf(vi x) { return _mm512_castsi512_ps(x); }
+static inline vi transposed(vi x) { /* its own inverse: dwords as a 4 x 4 matrix */
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x);
+}
+
 static inline vi weyl_start(uint32_t turn) {
     const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_add_epi32(vbits(turn), _mm512_mullo_epi32(lane, vbits(GOLDEN)));
 }
-static inline vf vdither(vi weyl) { /* (shifted & mask) | one */
-    return _mm512_castsi512_ps(
-        _mm512_ternarylogic_epi32(_mm512_srli_epi32(weyl, 9), vbits(DITHER_MASK), vbits(0x3F800000u), 0xEA));
+static inline vi weyl_next(vi weyl) { return _mm512_add_epi32(weyl, vbits(16u * GOLDEN)); }
+static inline vf vdither(vi shifted) { /* (shifted & mask) | one */
+    return as_vf(_mm512_ternarylogic_epi32(shifted, vbits(DITHER_MASK), vbits(0x3F800000u), 0xEA));
 }
-#endif
 
-#ifdef __AVX512BW__
-#define COLUMN 64
 /* bytes of four vectors of int32 less `minus`, in order, saturated to unsigned bytes or to signed ones */
 static inline vi pack(const vi *x, short minus, int to_unsigned) {
-    const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     vi low = _mm512_packs_epi32(x[0], x[1]), high = _mm512_packs_epi32(x[2], x[3]);
     if (minus) low = _mm512_sub_epi16(low, _mm512_set1_epi16(minus));
     if (minus) high = _mm512_sub_epi16(high, _mm512_set1_epi16(minus));
-    return _mm512_permutexvar_epi32(order, to_unsigned ? _mm512_packus_epi16(low, high)
-                                                       : _mm512_packs_epi16(low, high));
+    return transposed(to_unsigned ? _mm512_packus_epi16(low, high) : _mm512_packs_epi16(low, high));
 }
+
+#ifdef __AVX512VBMI__
+/* the upper 16 bits of every curve value, all that is not zero of them, as tables of low and high bytes */
+static struct { _Alignas(64) uint8_t signed_low[128], signed_high[128], low[256], high[256]; } table;
+
+static void fill_table(void) {
+    for (int c = 0; c < 256; c++) {
+        uint32_t u = as_bits(decode_unsigned(c, 1.0f)) >> 16, s = as_bits(decode_signed(c & 127, 1.0f)) >> 16;
+        table.low[c] = (uint8_t)u, table.high[c] = (uint8_t)(u >> 8);
+        table.signed_low[c & 127] = (uint8_t)s, table.signed_high[c & 127] = (uint8_t)(s >> 8);
+    }
+}
+
+static inline vi look_up(const uint8_t *entries, vi codes) { /* 128 bytes, by the low 7 bits of each code */
+    return _mm512_permutex2var_epi8(_mm512_load_si512(entries), codes, _mm512_load_si512(entries + 64));
+}
+static inline void spread(vi low, vi high, vf *out) { /* bytes to floats, whose lower 16 bits are zero */
+    const vi zero = _mm512_setzero_si512(), a = _mm512_unpacklo_epi8(low, high), b = _mm512_unpackhi_epi8(low, high);
+    out[0] = as_vf(_mm512_unpacklo_epi16(zero, a)), out[1] = as_vf(_mm512_unpackhi_epi16(zero, a));
+    out[2] = as_vf(_mm512_unpacklo_epi16(zero, b)), out[3] = as_vf(_mm512_unpackhi_epi16(zero, b));
+}
+static inline void curve_signed(vi codes, vf *out) {
+    codes = transposed(codes);
+    vi magnitude = _mm512_abs_epi8(codes);
+    vi high = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(-128), look_up(table.signed_high, magnitude), 0xEA);
+    spread(look_up(table.signed_low, magnitude), high, out);
+}
+static inline void curve_unsigned(vi codes, vf *out) {
+    codes = transposed(codes);
+    __mmask64 upper = _mm512_movepi8_mask(codes);
+    spread(_mm512_mask_blend_epi8(upper, look_up(table.low, codes), look_up(table.low + 128, codes)),
+           _mm512_mask_blend_epi8(upper, look_up(table.high, codes), look_up(table.high + 128, codes)), out);
+}
+#else
+static void fill_table(void) {}
+static inline void curve_signed(vi codes, vf *out) {
+    _Alignas(64) int8_t c[WIDE];
+    _mm512_store_si512(c, codes);
+    for (int k = 0; k < 4; k++) {
+        vi bits = as_vi(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(c + 16 * k)))));
+        vi magnitude = _mm512_sub_epi32(_mm512_slli_epi32(bits, 1), vbits(SIGNED_OFFSET));
+        out[k] = as_vf(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(bits, bits),
+                                              _mm512_ternarylogic_epi32(bits, vbits(0x80000000u), magnitude, 0xEA)));
+    }
+}
+static inline void curve_unsigned(vi codes, vf *out) {
+    _Alignas(64) uint8_t c[WIDE];
+    _mm512_store_si512(c, codes);
+    for (int k = 0; k < 4; k++) {
+        vi bits = as_vi(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)(c + 16 * k)))));
+        out[k] = as_vf(_mm512_maskz_sub_epi32(_mm512_test_epi32_mask(bits, bits), _mm512_slli_epi32(bits, 2),
+                                              vbits(UNSIGNED_OFFSET)));
+    }
+}
+#endif
+#else
+static void fill_table(void) {}
 #endif
 
 /* Codes of `x` (n values, n a multiple of 64) in units of their largest magnitude, written over the old codes.
@@ -98,21 +160,18 @@ static inline vi pack(const vi *x, short minus, int to_unsigned) {
 static void encode_signed(const float *restrict x, int8_t *restrict codes, float scale, int n, int dithered,
                           uint32_t turn) {
     const float inv = inverse(SIGNED_TOP, scale);
-#ifdef COLUMN
+#ifdef WIDE
     vi weyl = weyl_start(turn);
-    const vi sign = vbits(0x80000000u);
     const __mmask64 use = dithered ? ~(__mmask64)0 : 0;
-    for (int i = 0; i < n; i += COLUMN) {
+    for (int i = 0; i < n; i += WIDE) {
         vi near[4], far[4];
-        for (int k = 0; k < 4; k++, weyl = _mm512_add_epi32(weyl, vbits(16u * GOLDEN))) {
-            vi bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_loadu_ps(x + i + 16 * k), vset(inv)));
-            vi magnitude = _mm512_andnot_epi32(sign, bits);
-            vi curve = _mm512_add_epi32(_mm512_srli_epi32(magnitude, 1), vbits(SIGNED_OFFSET >> 1));
-            vf y = _mm512_min_ps(_mm512_castsi512_ps(curve),
-                                 _mm512_mul_ps(_mm512_castsi512_ps(magnitude), vset(SIGNED_UNIT)));
-            y = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, sign, _mm512_castps_si512(y), 0xEA));
+        for (int k = 0; k < 4; k++, weyl = weyl_next(weyl)) {
+            vf t = _mm512_mul_ps(_mm512_loadu_ps(x + i + 16 * k), vset(inv));
+            vi half = _mm512_srli_epi32(_mm512_slli_epi32(as_vi(t), 1), 2);
+            vf curve = as_vf(_mm512_add_epi32(half, vbits(SIGNED_OFFSET >> 1)));
+            vf y = _mm512_range_ps(_mm512_mul_ps(t, vset(SIGNED_UNIT)), curve, 2); /* the smaller, sign of t */
             near[k] = _mm512_cvtps_epi32(y);
-            far[k] = _mm512_cvt_roundps_epi32(_mm512_add_ps(y, vdither(weyl)),
+            far[k] = _mm512_cvt_roundps_epi32(_mm512_add_ps(y, vdither(_mm512_srli_epi32(weyl, 9))),
                                               _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
         }
         vi old = _mm512_loadu_si512(codes + i);
@@ -125,30 +184,29 @@ static void encode_signed(const float *restrict x, int8_t *restrict codes, float
         uint32_t bits = as_bits(x[i] * inv), magnitude = bits & 0x7FFFFFFFu;
         float y = as_float((magnitude >> 1) + (SIGNED_OFFSET >> 1)), line = as_float(magnitude) * SIGNED_UNIT;
         y = as_float((bits & 0x80000000u) | as_bits(y < line ? y : line));
-        int near = (int)rintf(y), far = (int)floorf(y + dither(turn + GOLDEN * (uint32_t)i)) - 1;
+        int near = (int)rintf(y), far = (int)floorf(y + dither((turn + GOLDEN * (uint32_t)i) >> 9)) - 1;
         far = far < -127 ? -127 : far;
         codes[i] = (int8_t)(dithered && near == codes[i] ? far : near);
     }
 #endif
 }
 
-/* As encode_signed for values >= 0; what is not zero never becomes code 0. */
+/* As encode_signed for values >= 0; what is not zero never becomes code 0. Takes the dither's lower bits. */
 static void encode_unsigned(const float *restrict x, uint8_t *restrict codes, float scale, int n, int dithered,
                             uint32_t turn) {
     const float inv = inverse(UNSIGNED_TOP, scale);
-#ifdef COLUMN
+#ifdef WIDE
     vi weyl = weyl_start(turn);
     const __mmask64 use = dithered ? ~(__mmask64)0 : 0;
-    for (int i = 0; i < n; i += COLUMN) {
+    for (int i = 0; i < n; i += WIDE) {
         vi near[4], far[4];
-        for (int k = 0; k < 4; k++, weyl = _mm512_add_epi32(weyl, vbits(16u * GOLDEN))) {
+        for (int k = 0; k < 4; k++, weyl = weyl_next(weyl)) {
             vf value = _mm512_loadu_ps(x + i + 16 * k);
-            __mmask16 some = _mm512_test_epi32_mask(_mm512_castps_si512(value), _mm512_castps_si512(value));
-            vi bits = _mm512_castps_si512(_mm512_mul_ps(value, vset(inv)));
-            vi curve = _mm512_add_epi32(_mm512_srli_epi32(bits, 2), vbits(UNSIGNED_OFFSET >> 2));
-            vf y = _mm512_maskz_max_ps(some, _mm512_castsi512_ps(curve), vset(1.0f));
+            vi bits = as_vi(_mm512_mul_ps(value, vset(inv)));
+            vf curve = as_vf(_mm512_add_epi32(_mm512_srli_epi32(bits, 2), vbits(UNSIGNED_OFFSET >> 2)));
+            vf y = _mm512_maskz_max_ps(_mm512_test_epi32_mask(as_vi(value), as_vi(value)), curve, vset(1.0f));
             near[k] = _mm512_cvtps_epi32(y);
-            far[k] = _mm512_cvttps_epi32(_mm512_add_ps(y, vdither(weyl)));
+            far[k] = _mm512_cvttps_epi32(_mm512_add_ps(y, vdither(_mm512_slli_epi32(weyl, 5))));
         }
         vi old = _mm512_loadu_si512(codes + i);
         vi to_near = pack(near, 0, 1), to_far = pack(far, 1, 1);
@@ -159,7 +217,7 @@ static void encode_unsigned(const float *restrict x, uint8_t *restrict codes, fl
     for (int i = 0; i < n; i++) {
         float y = as_float((as_bits(x[i] * inv) >> 2) + (UNSIGNED_OFFSET >> 2));
         y = x[i] > 0 ? (y > 1.0f ? y : 1.0f) : 0.0f;
-        int near = (int)rintf(y), far = (int)(y + dither(turn + GOLDEN * (uint32_t)i)) - 1;
+        int near = (int)rintf(y), far = (int)(y + dither((turn + GOLDEN * (uint32_t)i) << 5)) - 1;
         near = near > 255 ? 255 : near, far = far > 255 ? 255 : far;
         codes[i] = (uint8_t)(dithered && near == codes[i] ? far : near);
     }
@@ -214,46 +272,44 @@ static void adagrad(float *restrict p, const float *restrict g, float *restrict 
     }
 }
 
-#ifdef __AVX512F__
-/* adam on coded moments in one pass: decode, update, keep the new moments and their largest magnitudes.
- * Root and quotient start from the 14-bit estimates and take one Newton step each: relative error under 1e-7. */
-static void adam_coded(float *restrict p, const float *restrict g, const int8_t *restrict mc,
-                       const uint8_t *restrict vc, float *restrict m_out, float *restrict v_out, float *m_scale,
-                       float *v_scale, int n, const Scalars *s) {
-    const vf unit_m = vset(*m_scale / SIGNED_TOP), unit_v = vset(*v_scale / UNSIGNED_TOP), one = vset(1.0f);
-    const vi sign = vbits(0x80000000u);
+#ifdef WIDE
+/* adam on coded moments in one pass: decode, update, keep the new moments and their largest magnitudes */
+static inline __attribute__((always_inline)) void adam_wide(
+    float *restrict p, const float *restrict g, const int8_t *restrict mc, const uint8_t *restrict vc,
+    float *restrict m_out, float *restrict v_out, float *m_scale, float *v_scale, int n, const Scalars *s, int plain) {
+    const vf unit_m = vset(*m_scale / SIGNED_TOP * s->beta1), unit_v = vset(*v_scale / UNSIGNED_TOP * s->beta2);
     vi top_m = _mm512_setzero_si512(), top_v = _mm512_setzero_si512();
-    for (int i = 0; i < n; i += 16) {
-        vi bv = _mm512_castps_si512(
-            _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(vc + i)))));
-        vi bm = _mm512_castps_si512(
-            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(mc + i)))));
-        __mmask16 some_v = _mm512_test_epi32_mask(bv, bv);
-        __mmask16 some_m = _mm512_mask_test_epi32_mask(some_v, bm, bm); /* m counts as 0 where v is 0 */
-        vi magnitude = _mm512_sub_epi32(_mm512_slli_epi32(bm, 1), vbits(SIGNED_OFFSET));
-        vf m = _mm512_maskz_mul_ps(
-            some_m, unit_m, _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bm, sign, magnitude, 0xEA)));
-        vf v = _mm512_maskz_mul_ps(
-            some_v, unit_v, _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_slli_epi32(bv, 2), vbits(UNSIGNED_OFFSET))));
-        vf w = _mm512_loadu_ps(p + i);
-        vf grad = _mm512_fmadd_ps(_mm512_loadu_ps(g + i), vset(s->grad_scale), _mm512_mul_ps(w, vset(s->l2)));
-        m = _mm512_fmadd_ps(m, vset(s->beta1), _mm512_mul_ps(grad, vset(s->rest1)));
-        v = _mm512_fmadd_ps(v, vset(s->beta2), _mm512_mul_ps(_mm512_mul_ps(grad, grad), vset(s->rest2)));
-        _mm512_store_ps(m_out + i, m);
-        _mm512_store_ps(v_out + i, v);
-        top_m = _mm512_max_epu32(top_m, _mm512_andnot_epi32(sign, _mm512_castps_si512(m)));
-        top_v = _mm512_max_epu32(top_v, _mm512_castps_si512(v));
-        vf r = _mm512_rsqrt14_ps(_mm512_max_ps(v, vset(FLT_MIN)));
-        vf h = _mm512_mul_ps(v, r);
-        vf root = _mm512_fmadd_ps(_mm512_mul_ps(h, vset(0.5f)), _mm512_fnmadd_ps(h, r, one), h);
-        vf d = _mm512_fmadd_ps(root, vset(s->root), vset(s->eps));
-        vf q = _mm512_rcp14_ps(d);
-        q = _mm512_fmadd_ps(q, _mm512_fnmadd_ps(d, q, one), q);
-        w = _mm512_fnmadd_ps(_mm512_mul_ps(m, vset(s->step)), q, _mm512_mul_ps(w, vset(s->decay)));
-        _mm512_storeu_ps(p + i, w);
+    for (int i = 0; i < n; i += WIDE) {
+        for (int k = 0; k < 4; k++) fetch(p + i + AHEAD + 16 * k), fetch(g + i + AHEAD + 16 * k);
+        fetch(mc + i + AHEAD), fetch(vc + i + AHEAD);
+        vi codes_v = _mm512_loadu_si512(vc + i);
+        vf old_m[4], old_v[4];
+        curve_signed(_mm512_maskz_loadu_epi8(_mm512_test_epi8_mask(codes_v, codes_v), mc + i), old_m);
+        curve_unsigned(codes_v, old_v); /* m counts as 0 where v is 0 */
+        for (int k = 0; k < 4; k++) {
+            const int j = i + 16 * k;
+            vf w = _mm512_loadu_ps(p + j), grad = _mm512_loadu_ps(g + j);
+            if (!plain) grad = _mm512_fmadd_ps(grad, vset(s->grad_scale), _mm512_mul_ps(w, vset(s->l2)));
+            vf m = _mm512_fmadd_ps(old_m[k], unit_m, _mm512_mul_ps(grad, vset(s->rest1)));
+            vf v = _mm512_fmadd_ps(old_v[k], unit_v, _mm512_mul_ps(_mm512_mul_ps(grad, grad), vset(s->rest2)));
+            _mm512_store_ps(m_out + j, m);
+            _mm512_store_ps(v_out + j, v);
+            top_m = _mm512_max_epu32(top_m, _mm512_andnot_epi32(vbits(0x80000000u), as_vi(m)));
+            top_v = _mm512_max_epu32(top_v, as_vi(v));
+            vf d = _mm512_fmadd_ps(_mm512_sqrt_ps(v), vset(s->root), vset(s->eps));
+            w = _mm512_fnmadd_ps(vset(s->step), _mm512_div_ps(m, d), _mm512_mul_ps(w, vset(s->decay)));
+            _mm512_storeu_ps(p + j, w);
+        }
     }
     *m_scale = as_float(_mm512_reduce_max_epu32(top_m));
     *v_scale = as_float(_mm512_reduce_max_epu32(top_v));
+}
+
+static void adam_coded(float *restrict p, const float *restrict g, const int8_t *restrict mc,
+                       const uint8_t *restrict vc, float *restrict m, float *restrict v, float *m_scale,
+                       float *v_scale, int n, const Scalars *s) {
+    if (s->l2 == 0.0f && s->grad_scale == 1.0f) adam_wide(p, g, mc, vc, m, v, m_scale, v_scale, n, s, 1);
+    else adam_wide(p, g, mc, vc, m, v, m_scale, v_scale, n, s, 0);
 }
 #else
 static void adam_coded(float *restrict p, const float *restrict g, const int8_t *restrict mc,
@@ -298,7 +354,7 @@ static void update_coded(int kind, float *p, const float *g, int8_t *mc, uint8_t
     for (int b = 0; b < count && kind != ADAGRAD; b++)
         encode_signed(room->m + b * block, mc + b * block, ms[b], block, s->dithered > 0, turns[b]);
     for (int b = 0; b < count && (kind == ADAM || kind == ADAGRAD); b++)
-        encode_unsigned(room->v + b * block, vc + b * block, vs[b], block, s->dithered > 0, mix(turns[b] + 1u));
+        encode_unsigned(room->v + b * block, vc + b * block, vs[b], block, s->dithered > 0, turns[b]);
 }
 
 static void update_plain(int kind, float *p, const float *g, float *m, float *v, int n, const Scalars *s,
@@ -383,6 +439,7 @@ enum { BLOCKS_A_TURN = 128 }; /* blocks a thread takes at once */
  * Scalars; `turns[i]`: turns of tensors before i, turns[num] all of them. */
 void loadmaster_step(int kind, int64_t num, const Tensor *tensors, const Scalars *scalars, const int64_t *turns,
                      int64_t block, int64_t threads) {
+    fill_table();
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         Room room;
@@ -400,26 +457,11 @@ void loadmaster_step(int kind, int64_t num, const Tensor *tensors, const Scalars
     }
 }
 
-/* What was compiled: lanes of the vector path, 16 with AVX-512. */
+/* What was compiled: elements handled at once, 64 with AVX-512. */
 int loadmaster_lanes(void) {
-#ifdef __AVX512F__
-    return 16;
+#ifdef WIDE
+    return WIDE;
 #else
     return 1;
 #endif
-}
-
-/* Codes and scales of fp32 values, and back: conversions of stored state. */
-void loadmaster_encode(const float *x, void *codes, float *scales, int64_t numel, int64_t block, int64_t is_signed) {
-#pragma omp parallel for schedule(static)
-    for (int64_t b = 0; b < (numel + block - 1) / block; b++) {
-        _Alignas(64) float room[MAX_BLOCK] = {0};
-        _Alignas(64) uint8_t out[MAX_BLOCK] = {0};
-        size_t left = (size_t)(numel - b * block < block ? numel - b * block : block);
-        memcpy(room, x + b * block, 4 * left);
-        scales[b] = largest(room, (int)block);
-        if (is_signed) encode_signed(room, (int8_t *)out, scales[b], (int)block, 0, 0);
-        else encode_unsigned(room, out, scales[b], (int)block, 0, 0);
-        memcpy((uint8_t *)codes + b * block, out, left);
-    }
 }

@@ -20,10 +20,11 @@ def mix(x: Any) -> Any:
 
 
 @triton.jit
-def dither(turn: Any, lane: Any) -> Any:
-    """[1, 2), evenly spread over the block."""
+def dither(turn: Any, lane: Any, UPPER: tl.constexpr) -> Any:
+    """[1, 2), evenly spread over the block, from the upper or the lower bits."""
     weyl = turn + lane * 0x9E3779B9
-    return (((weyl >> 9) & 0x7FFE00) | 0x3F800000).to(tl.float32, bitcast=True)
+    shifted = (weyl >> 9) if UPPER else (weyl << 5)
+    return ((shifted & 0x7FFE00) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -65,10 +66,10 @@ def nearest(y: Any) -> Any:
 
 
 @triton.jit
-def rounded(y: Any, old: Any, turn: Any, lane: Any, dithered: Any) -> Any:
+def rounded(y: Any, old: Any, turn: Any, lane: Any, dithered: Any, UPPER: tl.constexpr) -> Any:
     """Nearest code, or a stochastic one where the nearest is the old code and the move would be lost."""
     near = nearest(y)
-    far = tl.floor(y + dither(turn, lane)) - 1.0
+    far = tl.floor(y + dither(turn, lane, UPPER)) - 1.0
     return tl.where(near == old, tl.where(dithered > 0, far, near), near)
 
 
@@ -83,7 +84,7 @@ def encode_signed(
     curve = ((magnitude >> 1) + HALF).to(tl.float32, bitcast=True)
     y = tl.minimum(curve, magnitude.to(tl.float32, bitcast=True) * UNIT)
     y = tl.where(bits < 0, -y, y)
-    code = rounded(y, old.to(tl.float32), turn, lane, dithered)
+    code = rounded(y, old.to(tl.float32), turn, lane, dithered, True)
     return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
 
 
@@ -95,7 +96,7 @@ def encode_unsigned(
     bits = (x * inverse(TOP, scale)).to(tl.int32, bitcast=True)
     curve = ((bits >> 2) + HALF).to(tl.float32, bitcast=True)
     y = tl.where(x > 0, tl.maximum(curve, 1.0), 0.0)
-    code = rounded(y, old.to(tl.float32), turn, lane, dithered)
+    code = rounded(y, old.to(tl.float32), turn, lane, dithered, False)
     return tl.minimum(tl.maximum(code, 0.0), 255.0).to(tl.int32).to(tl.uint8)
 
 
@@ -171,7 +172,7 @@ def step_kernel(
         if CODED:
             scale = largest(v)
             tl.store(
-                second + at, encode_unsigned(v, scale, old_v, mix(turn + 1), spread, dithered, U_TOP, U_HALF), live
+                second + at, encode_unsigned(v, scale, old_v, turn, spread, dithered, U_TOP, U_HALF), live
             )
             tl.store(second_scale + number, scale)
         else:
