@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import platform
 
 import pytest
 import torch
@@ -106,6 +107,19 @@ def test_stochastic_codes_are_right_in_the_mean() -> None:
         means = [decode(c, scales, code, block)[inside].mean().item() for c in (nearest, codes)]
         assert abs(means[1] - target) < abs(means[0] - target) / 5
         assert (codes.int() - nearest.int()).abs().max() <= 1
+
+
+@pytest.mark.skipif(not native.available() or platform.machine() != "x86_64", reason="no x86 compiler here")
+def test_the_portable_build_agrees_too(monkeypatch) -> None:
+    """Without AVX-512 the same C is left to the compiler's own vectors."""
+    monkeypatch.setattr(native, "FLAGS", tuple(f.replace("=native", "=x86-64-v2") for f in native.FLAGS))
+    native._library.cache_clear()
+    try:
+        assert "portable" in native.name()
+        for cls in (optim.AdamW, optim.Lion, optim.Adagrad):
+            test_one_step_agrees_with_the_reference(cls, 8, torch.float32, "native", monkeypatch)
+    finally:
+        native._library.cache_clear()
 
 
 def test_which_kernel_runs_can_be_asked() -> None:

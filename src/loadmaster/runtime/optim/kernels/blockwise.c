@@ -318,7 +318,8 @@ static void adam_coded(float *restrict p, const float *restrict g, const int8_t 
     const float unit_m = *m_scale / SIGNED_TOP, unit_v = *v_scale / UNSIGNED_TOP;
     for (int i = 0; i < n; i++) {
         v[i] = decode_unsigned(vc[i], unit_v);
-        m[i] = vc[i] ? decode_signed(mc[i], unit_m) : 0.0f;
+        float old = decode_signed(mc[i], unit_m);
+        m[i] = vc[i] ? old : 0.0f;
     }
     adam(p, g, m, v, n, s);
     *m_scale = largest(m, n);

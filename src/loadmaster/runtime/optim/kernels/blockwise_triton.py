@@ -171,9 +171,7 @@ def step_kernel(
     if RULE == 0 or RULE == 3:
         if CODED:
             scale = largest(v)
-            tl.store(
-                second + at, encode_unsigned(v, scale, old_v, turn, spread, dithered, U_TOP, U_HALF), live
-            )
+            tl.store(second + at, encode_unsigned(v, scale, old_v, turn, spread, dithered, U_TOP, U_HALF), live)
             tl.store(second_scale + number, scale)
         else:
             tl.store(second + at, v, mask=live)
