@@ -27,12 +27,16 @@ def command(
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps; the second has optimizer state.")] = 2,
     real: Annotated[bool, typer.Option(help="Run on real tensors (modules that branch on data).")] = False,
+    capacity: Annotated[str | None, typer.Option(help="Bytes the caching allocator may reserve, e.g. 80GiB.")] = None,
+    alloc_conf: Annotated[str, typer.Option(help="As PYTORCH_CUDA_ALLOC_CONF, e.g. expandable_segments:True.")] = "",
     html: Annotated[str | None, typer.Option(help="Also write a chart as one self-contained file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Trace training steps of a module without a device: its peak, what is alive then, and who keeps it."""
     from loadmaster.report.timeline_text import print_timeline, timeline_json
+    from loadmaster.trace.allocator import Rules
     from loadmaster.trace.api import trace
+    from loadmaster.trace.replay import replay
 
     if html is not None:
         from loadmaster.cli.outputs import check_writable
@@ -42,16 +46,20 @@ def command(
         _factory(target, batch, parse_count(seq, field="--seq")), optimizer=optimizer, foreach=foreach,
         precision=dtype, recompute=recompute, clip=clip, steps=steps, real=real, name=target,
     )  # fmt: skip
+    limit = None if capacity is None else parse_count(capacity, field="--capacity")
+    replayed = replay(timeline, Rules.parse(alloc_conf), capacity=limit)
     if html is not None:
         from loadmaster.report.timeline_html import timeline_html
 
-        Path(html).write_text(timeline_html(timeline), encoding="utf-8")
+        Path(html).write_text(timeline_html(timeline, capacity=limit), encoding="utf-8")
     if as_json:
-        print(json.dumps(timeline_json(timeline)))
-        return
-    print_timeline(timeline)
-    if html is not None:
-        print(f"wrote {html}")
+        print(json.dumps({**timeline_json(timeline), "allocator": replayed.to_json()}))
+    else:
+        print_timeline(timeline, replayed=replayed, capacity=limit)
+        if html is not None:
+            print(f"wrote {html}")
+    if replayed.failure is not None:
+        raise typer.Exit(1)
 
 
 def _factory(target: str, batch: int, seq_len: int) -> Callable[[], Any]:

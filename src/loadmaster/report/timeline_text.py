@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from loadmaster.trace.replay import Replay
 from loadmaster.trace.timeline import Timeline
 from loadmaster.units import format_bytes
 
@@ -15,9 +16,38 @@ __all__ = ["folded", "print_timeline", "timeline_json"]
 BAR = 36
 
 
-def print_timeline(timeline: Timeline, console: Console | None = None, *, top: int = 10) -> None:
-    """Print it."""
-    (console or Console()).print(_render(timeline, top), highlight=False)
+def print_timeline(
+    timeline: Timeline, console: Console | None = None, *, top: int = 10, replayed: Replay | None = None,
+    capacity: int | None = None,
+) -> None:  # fmt: skip
+    """Print it, with what the caching allocator makes of it."""
+    console = console or Console()
+    console.print(_render(timeline, top), highlight=False)
+    if replayed is not None:
+        for line in _allocator(replayed, capacity):
+            console.print(line, highlight=False)
+
+
+def _allocator(replayed: Replay, capacity: int | None) -> list[str]:
+    reserved = format_bytes(replayed.reserved_peak)
+    lines = [
+        f"CUDA caching allocator: {reserved} reserved ({replayed.fragmentation:.1%} of it unused then) for "
+        f"{format_bytes(replayed.live_peak)} live, {replayed.num_segments} segments, {replayed.retries} retries"
+    ]
+    failure = replayed.failure
+    if failure is not None and capacity is not None:
+        blame = (
+            "though the live bytes would fit: fragmentation"
+            if failure.fits_unfragmented
+            else "the live bytes are too many"
+        )
+        lines.append(
+            f"does not fit {format_bytes(capacity)}: {format_bytes(failure.requested)} refused in {failure.event} with "
+            f"{format_bytes(failure.reserved)} reserved and {format_bytes(failure.allocated)} allocated ({blame})"
+        )
+    elif capacity is not None:
+        lines.append(f"fits {format_bytes(capacity)}")
+    return lines
 
 
 def _render(timeline: Timeline, top: int) -> RenderableType:
