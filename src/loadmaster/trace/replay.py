@@ -76,9 +76,7 @@ def replay(timeline: Timeline, rules: Rules | None = None, *, capacity: int | No
     live = live_peak = allocated_peak = reserved_peak = allocated_then = 0
     failure: Failure | None = None
     host = {s.index for s in timeline.storages if s.term in _HOST}
-    rows = zip(
-        timeline.delta_event.tolist(), timeline.delta_storage.tolist(), timeline.delta_bytes.tolist(), strict=True
-    )
+    columns = (timeline.delta_event, timeline.delta_storage, timeline.delta_bytes)
     for event, storage, change in zip(*(column.tolist() for column in columns), strict=True):
         if storage in host:
             continue
