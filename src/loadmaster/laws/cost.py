@@ -17,6 +17,7 @@ from loadmaster.laws.flops import flops
 from loadmaster.laws.interval import Interval, memory_interval, time_interval
 from loadmaster.laws.memory import memory_peak
 from loadmaster.laws.step import step_interval, time_terms
+from loadmaster.laws.tables import held_terms
 from loadmaster.laws.traffic import traffic_terms
 from loadmaster.ledger import Ledger
 from loadmaster.program.dimensions import padded_vocab
@@ -174,7 +175,7 @@ def price(
     chosen = stack if isinstance(stack, Stack) else Stack.named(stack)
     check(model, workload, layout, cluster)
     peak = memory_peak(model, cluster, workload, layout, chosen)
-    memory = Ledger("bytes", _whole(peak.terms))
+    memory = Ledger("bytes", _whole({**peak.terms, **_held(model, workload, layout, chosen)}))
     time = Ledger("seconds", _plain(time_terms(model, cluster, workload, layout, chosen)))
     return Cost(
         model=model, cluster=cluster, workload=workload, layout=layout, stack=chosen.name, memory=memory, time=time,
@@ -185,6 +186,13 @@ def price(
         memory_interval=memory_interval(chosen, memory.total),
         time_interval=time_interval(step_interval(cluster, chosen, workload, layout, float(time.total))),
     )  # fmt: skip
+
+
+def _held(model: Model, workload: Workload, layout: Layout, stack: Stack) -> dict[str, int]:
+    """For our own runtime, what the tables it executes hold, padding included, in place of the closed form's."""
+    if stack.name != "loadmaster" or layout.world_size != layout.dp:
+        return {}
+    return held_terms(model, workload, layout)
 
 
 def _bubble(workload: Workload, layout: Layout) -> float:
