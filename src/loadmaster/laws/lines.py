@@ -13,6 +13,7 @@ from loadmaster.describe.op import OpKind, Split
 from loadmaster.describe.precision import BYTES
 from loadmaster.describe.stack import Alive, StateLine
 from loadmaster.describe.workload import OPTIMIZERS
+from loadmaster.laws.borrowed import borrowed_terms
 from loadmaster.laws.numbers import Number, ceil_div, greater, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
@@ -112,6 +113,7 @@ def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
     if number:
         held = lesser(trained.total, size) * number * BYTES[run.precision.grad]
         terms["buffers/buckets"] = terms.get("buffers/buckets", 0) + held
+    terms |= borrowed_terms(run, placement)
     terms["buffers/workspace"] = _workspace(run)
     if run.stack.scratch_gradients:
         terms["buffers/weight_gradients"] = _scratch_gradients(run, placement)

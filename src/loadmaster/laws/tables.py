@@ -103,20 +103,20 @@ def pool_elements(buckets: Sequence[tuple[int, frozenset[int]]]) -> int:
     """Most that is borrowed at once, of (elements, layers in it) in the order of the backward.
 
     The buckets of the layer at work are open together, since a layer's gradients come in no fixed order; one more is
-    under way. What lies outside the blocks (head first, embedding last) is open from a backward's beginning to its end.
+    under way. A bucket of all that lies outside the blocks is open from the head's backward to the embedding's.
 
     >>> blocks = [(10, frozenset({2})), (10, frozenset({1})), (10, frozenset({0}))]
     >>> pool_elements([*blocks, (4, frozenset({EMBEDDING, HEAD}))]), pool_elements([(6, frozenset({0}))])
     (24, 6)
     """
-    outside = sum(n for n, layers in buckets if min(layers) < 0)
-    inside = [(n, layers) for n, layers in buckets if min(layers) >= 0]
+    always = sum(n for n, layers in buckets if {EMBEDDING, HEAD} <= layers)
+    passing = [(n, layers) for n, layers in buckets if not {EMBEDDING, HEAD} <= layers]
     most = 0
-    for layer in {layer for _, layers in inside for layer in layers}:
-        open_now = [i for i, (_, layers) in enumerate(inside) if layer in layers]
-        under_way = inside[open_now[0] - 1][0] if open_now[0] else 0
-        most = max(most, sum(inside[i][0] for i in open_now) + under_way)
-    return most + outside
+    for layer in {layer for _, layers in passing for layer in layers}:
+        open_now = [i for i, (_, layers) in enumerate(passing) if layer in layers]
+        under_way = passing[open_now[0] - 1][0] if open_now[0] else 0
+        most = max(most, sum(passing[i][0] for i in open_now) + under_way)
+    return most + always
 
 
 def _scratch(trained: Sequence[Bucket], layout: Layout) -> int:

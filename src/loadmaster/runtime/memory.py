@@ -25,6 +25,7 @@ def memory_ledger(parts: Assembly) -> Ledger:
     for leaf in parts.leaves:
         for kind, value in parts.optimizer.state.get(leaf.tensor, {}).items():
             if isinstance(value, Tensor):
+                kind = kind.removesuffix("_buffer")  # PyTorch's SGD says momentum_buffer
                 term = "optimizer/scales" if kind.endswith("_scale") else f"optimizer/{kind}"
                 terms[term] = terms.get(term, 0) + _bytes(seen, [value])
     terms["optimizer/ema"] = _bytes(seen, (leaf.ema for leaf in parts.leaves if leaf.ema is not None))

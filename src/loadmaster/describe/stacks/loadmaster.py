@@ -56,6 +56,7 @@ STACK = Stack(
     loss={"cross_entropy": EAGER_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     shards_over_cp=False,
     autocast=True,
+    borrows_gradients=True,
     context=Context(device=600 * MIB, communicator=64 * MIB),
     allocator=Allocator(activations=0.05, fixed=32 * MIB),
 )

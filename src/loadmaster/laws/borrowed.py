@@ -1,0 +1,42 @@
+"""Transient whole gradients of stages 2 and 3 and the receive buffers of our reducer, in closed form over columns.
+
+`laws.tables` counts the same from the bucket table, padding and borders of buckets included; this is what a search over
+columns takes. With B the largest layer's, E the embedding's and H the head's gradient bytes:
+
+    stage 3:  2 B + E + H      (a layer filling, one under way; what lies outside the blocks open all along)
+    stage 2:  max(H, B + b, E + b)      with b = min(bucket_bytes, B): one bucket under way beside what fills
+"""
+
+from __future__ import annotations
+
+from loadmaster.describe.precision import BYTES
+from loadmaster.laws.numbers import Number, greater, lesser, where
+from loadmaster.laws.placement import Placement
+from loadmaster.laws.run import Run
+from loadmaster.laws.state import block_params
+
+__all__ = ["borrowed_terms"]
+
+
+def borrowed_terms(run: Run, placement: Placement) -> dict[str, Number]:
+    """``buffers/buckets`` and ``buffers/communication``, where the stack borrows gradients by bucket."""
+    if not run.stack.borrows_gradients:
+        return {}
+    layout, each = run.layout, BYTES[run.precision.grad]
+    largest: Number = 0
+    for block, count in placement.blocks:
+        largest = greater(largest, where(count > 0, block_params(run, block).total, 0))
+    largest = largest * each
+    embedding = block_params(run, run.model.embedding).total * placement.embedding * each
+    head = block_params(run, run.model.head).total * placement.head * each
+    bucket = lesser(layout.bucket_bytes, largest)
+    two = greater(head, greater(largest, embedding) + bucket)
+    three = 2 * largest + embedding + head
+    acts = (layout.dp_shard > 1) & (layout.zero >= 2)
+    scratch: Number = 0
+    for ranks in (layout.dp_shard, layout.dp_replicate):
+        scratch = scratch + layout.bucket_bytes // ranks * (ranks - 1)
+    return {
+        "buffers/buckets": where(acts, where(layout.zero == 3, three, two), 0),
+        "buffers/communication": lesser(scratch, largest),
+    }
