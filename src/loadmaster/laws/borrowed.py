@@ -35,8 +35,8 @@ def borrowed_terms(run: Run, placement: Placement) -> dict[str, Number]:
     acts = (layout.dp_shard > 1) & (layout.zero >= 2)
     scratch: Number = 0
     for ranks in (layout.dp_shard, layout.dp_replicate):
-        scratch = scratch + layout.bucket_bytes // ranks * (ranks - 1)
+        scratch = scratch + 2 * (layout.bucket_bytes // ranks) * (ranks - 1)
     return {
         "buffers/buckets": where(acts, where(layout.zero == 3, three, two), 0),
-        "buffers/communication": lesser(scratch, largest),
+        "buffers/communication": lesser(scratch, 2 * largest),
     }

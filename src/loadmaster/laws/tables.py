@@ -7,7 +7,7 @@ buckets b of n_b elements (padding in), chunks n_b / shards and e the bytes of a
     gradients    sum of n_b e while every rank keeps them whole, else sum of n_b e / shards
     optimizer    of the ranges a rank owns, padding excluded
 
-Source: the layouts of Rajbhandari et al. 2019 (arXiv 1910.02054), section 5, over the flat buffers of `program.buckets`.
+Source: Rajbhandari et al. 2019 (arXiv 1910.02054), section 5, over the flat buffers of `program.buckets`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def pool_elements(buckets: Sequence[tuple[int, frozenset[int]]]) -> int:
 
 
 def _scratch(trained: Sequence[Bucket], layout: Layout) -> int:
-    """Receive buffers, one an axis: what all other ranks send of one piece at once."""
+    """Receive buffers, an axis: what all other ranks send of one piece, twice: the next travels while one is added."""
     precision = Precision.named(layout.precision)
     wire, held = BYTES[precision.reduce], BYTES[precision.grad]
     total = 0
@@ -135,5 +135,5 @@ def _scratch(trained: Sequence[Bucket], layout: Layout) -> int:
                 for chunk in chunks
                 for low, high in pieces(chunk, ranks, layout.bucket_bytes, max(wire, held))
             )
-            total += (ranks - 1) * longest * wire
+            total += 2 * (ranks - 1) * longest * wire
     return total
