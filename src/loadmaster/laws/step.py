@@ -22,7 +22,7 @@ from loadmaster.laws.coefficients import ModelCoefficients, coefficients
 from loadmaster.laws.layer import LayerTimes, Machine, layer_times
 from loadmaster.laws.network import gradient_seconds, send_seconds
 
-__all__ = ["step_interval", "time_terms"]
+__all__ = ["StageSeconds", "stage_seconds", "step_interval", "time_terms"]
 
 Array = Any
 
@@ -156,10 +156,33 @@ def _placed_by_cost(numbers: ModelCoefficients, p: Array) -> tuple[Array, Array]
     return np.where(p > 1, first, layers), np.where(p > 1, layers - before_last, 0)
 
 
-def _terms(numbers: ModelCoefficients, machine: Machine, workload: Workload, full: Columns) -> dict[str, Array]:
-    c, p, v = machine.constants, full.pp, np.maximum(full.virtual_stages, 1)
-    dp = full.dp_replicate * full.dp_shard
-    m = np.maximum(1.0, workload.global_batch_size / (dp * full.micro_batch_size))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds of one layer and of the ends, one micro-batch, host and stragglers included.
+
+    Attributes:
+        slower: of a layer, host or device; host: what the host adds; whole: with the wait for stragglers.
+        again, tp_again: recomputed compute and collectives; head, head_device: with and without the host's floor.
+    """
+
+    beat: Beat
+    again: Array
+    tp_again: Array
+    slower: Array
+    host: Array
+    straggle: Array
+    whole: Array
+    head: Array
+    head_device: Array
+
+    @property
+    def forward(self) -> Array:
+        """A layer's forward, half the host's and the collectives' time in it."""
+        return self.beat.layer.forward + self.beat.layer.tp / 2 + self.host / 2
+
+
+def _pace(numbers: ModelCoefficients, machine: Machine, workload: Workload, full: Columns) -> Pace:
+    c, dp = machine.constants, full.dp_replicate * full.dp_shard
     beat = _beat(numbers, machine, workload, full)
     layer = beat.layer
     share = _recompute_share(numbers, full)
@@ -175,8 +198,18 @@ def _terms(numbers: ModelCoefficients, machine: Machine, workload: Workload, ful
     host = slower - device
     whole = slower * (1.0 + straggle)
     head_device = beat.head_forward + beat.head_backward + beat.head_tp + beat.embedding
-    head = np.sqrt(head_device**2 + c.head_floor**2)
+    return Pace(
+        beat=beat, again=again, tp_again=tp_again, slower=slower, host=host, straggle=straggle, whole=whole,
+        head=np.sqrt(head_device**2 + c.head_floor**2), head_device=head_device,
+    )  # fmt: skip
 
+
+def _terms(numbers: ModelCoefficients, machine: Machine, workload: Workload, full: Columns) -> dict[str, Array]:
+    p, v = full.pp, np.maximum(full.virtual_stages, 1)
+    dp = full.dp_replicate * full.dp_shard
+    m = np.maximum(1.0, workload.global_batch_size / (dp * full.micro_batch_size))
+    pace = _pace(numbers, machine, workload, full)
+    beat, layer, again, host, whole, head = pace.beat, pace.beat.layer, pace.again, pace.host, pace.whole, pace.head
     first, middle, last = _stage_layers(numbers, machine.stack, full)
     embedding = np.where(p > 1, beat.embedding, 0.0)
     ends = np.stack([first * whole + np.where(p > 1, embedding, head), middle * whole, last * whole + head])
@@ -192,22 +225,54 @@ def _terms(numbers: ModelCoefficients, machine: Machine, workload: Workload, ful
     bubble = idle * np.maximum(every - slowest, 0.0)
     sends = np.where(p > 1, (m * v + (p - 1)) * send, 0.0)
     gradients = gradient_seconds(numbers, machine, full, first, np.where(p > 1, last, first), m, whole_step=Work(
-        forward=layers_worst * (layer.forward + layer.tp / 2 + host / 2),
-        backward=layers_worst * (slower - layer.forward - layer.tp / 2 - host / 2)))  # fmt: skip
+        forward=layers_worst * pace.forward, backward=layers_worst * (pace.slower - pace.forward)))  # fmt: skip
     scale = m * layers_worst
     return {
         "forward": scale * layer.forward + m * head_worst * (beat.head_forward + beat.embedding),
         "backward": scale * layer.backward + m * head_worst * beat.head_backward,
         "recompute": scale * again,
-        "communication/tp": scale * (layer.tp + tp_again) + m * head_worst * beat.head_tp,
+        "communication/tp": scale * (layer.tp + pace.tp_again) + m * head_worst * beat.head_tp,
         "communication/cp": scale * layer.cp,
         "communication/ep": scale * layer.ep,
         "communication/pp": sends,
-        "host": scale * host + m * head_worst * (head - head_device),
-        "straggler": scale * slower * straggle,
+        "host": scale * host + m * head_worst * (head - pace.head_device),
+        "straggler": scale * pace.slower * pace.straggle,
         "bubble": bubble,
         **gradients,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """What a schedule's table needs to be replayed: seconds of each stage in model order, one micro-batch.
+
+    Attributes:
+        forward, backward: of stage i of pp * virtual_stages, the sends it waits for included.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+def stage_seconds(
+    model: Model, cluster: Cluster, workload: Workload, layout: Layout, stack: Stack, layers: tuple[int, ...]
+) -> StageSeconds:
+    """Seconds of every stage of one layout that holds `layers` of the model; the replay's side of `time_terms`."""
+    names = (*_COLUMNS, "virtual_stages")
+    full = Columns(layout, {name: np.atleast_1d(np.asarray(getattr(layout, name))) for name in names})
+    machine = Machine.of(cluster, stack, layout.precision, None)
+    numbers = coefficients(model)
+    pace = _pace(numbers, machine, workload, full)
+    send = float(send_seconds(machine, workload, numbers.embedding.width, full)[0]) if layout.pp > 1 else 0.0
+    forward, whole, head = float(pace.forward[0]), float(pace.whole[0]), float(pace.head[0])
+    embedding = float(pace.beat.embedding[0])
+    ahead = [count * forward + send / 2 for count in layers]
+    back = [count * (whole - forward) + send / 2 for count in layers]
+    ahead[0] += embedding / 3 if layout.pp > 1 else 0.0
+    back[0] += 2 * embedding / 3 if layout.pp > 1 else 0.0
+    ahead[-1] += head / 3
+    back[-1] += 2 * head / 3
+    return StageSeconds(forward=tuple(ahead), backward=tuple(back))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

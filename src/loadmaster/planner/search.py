@@ -19,11 +19,13 @@ from loadmaster.errors import InvalidInput
 from loadmaster.laws.cost import Cost, price
 from loadmaster.planner.priced import TIE, Priced, legal_rows, price_space
 from loadmaster.planner.refusals import Rejection, refuse_illegal, refuse_too_large
+from loadmaster.planner.replay import replayed_seconds
 from loadmaster.planner.space import ABILITIES, Ability, degrees, expand
 from loadmaster.program.dimensions import Dimensions
 
 __all__ = ["Plan", "PlanResult", "ability_of", "plan", "usual_precision"]
 
+REPLAYED = 8  # of these, pipelines played action by action
 REFINED = 24  # of the best, priced once more one by one, by replay where the laws replay
 
 
@@ -175,14 +177,15 @@ def _thinned(rows: NDArray[np.int64], most: int = 60) -> list[int]:
     return [int(row) for row in rows[picked]]
 
 
-def _ranked(costs: Sequence[Cost]) -> list[Cost]:
-    """The fastest first, but one that is simpler and as fast as makes no difference before it."""
+def _ranked(costs: Sequence[Cost], stack: Stack) -> list[Cost]:
+    """The fastest by replay first, but one that is simpler and as fast as makes no difference before it."""
     if not costs:
         return []
-    least = min(cost.step_seconds for cost in costs)
+    played = [replayed_seconds(cost, stack) if i < REPLAYED else cost.step_seconds for i, cost in enumerate(costs)]
+    least = min(played)
 
     def key(place: int) -> tuple[float, int]:
-        seconds = costs[place].step_seconds
+        seconds = played[place]
         return (0.0, place) if seconds <= (1 + TIE) * least else (seconds, place)
 
     return [costs[place] for place in sorted(range(len(costs)), key=key)]
@@ -197,7 +200,7 @@ def _result(
     def cost(row: Any) -> Cost:
         return price(model, cluster, workload, priced.layout(int(row)), stack=chosen)
 
-    plans = _ranked([cost(row) for row in priced.best(max(REFINED, count))])
+    plans = _ranked([cost(row) for row in priced.best(max(REFINED, count))], chosen)
     fitting = [c.layout for c in plans]
     too_large = refuse_too_large([cost(row) for row in priced.best_refused(4)], priced.usable, fitting)
     least = int(np.argmin(priced.bytes)) if len(priced) else None
