@@ -21,8 +21,8 @@ class Interval:
         centre: median of what will be measured; sigma: standard deviation of its logarithm.
 
     >>> interval = Interval(centre=100.0, sigma=0.05)
-    >>> round(interval.low, 1), round(interval.high, 1), round(interval.probability_above(100.0), 2)
-    (92.1, 108.6, 0.5)
+    >>> round(interval.low, 1), round(interval.high, 1), round(interval.probability_above(100.0), 3)
+    (92.1, 108.6, 0.505)
     """
 
     centre: float
