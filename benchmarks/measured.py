@@ -94,6 +94,8 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, float]:
 
 def stalled(groups: list[Group], predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
     """Runs of the nanotron sweep with pp > 1 that waited more than 0.4 s for every micro-batch beyond the law."""
+    if not any(g.stack.name == "nanotron" for g in groups):
+        return np.zeros(len(measured), dtype=bool)
     columns = {f: cells(groups, f).astype(float) for f in ("pp", "micro_batch", "dp", "global_batch")}
     micro_batches = columns["global_batch"] / columns["dp"] / columns["micro_batch"]
     nanotron = np.array([g.stack.name == "nanotron" for g in groups for _ in g.rows])

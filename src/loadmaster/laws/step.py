@@ -26,6 +26,8 @@ __all__ = ["StageSeconds", "stage_seconds", "step_interval", "time_terms"]
 
 Array = Any
 
+# layouts priced in one go: a column of them stays in a core's cache
+_CHUNK = 1 << 14
 # what one block's time depends on: layouts that agree in these are priced once
 _LAYER_COLUMNS = ("tp", "cp", "ep", "micro_batch_size", "sequence_parallel")
 _COLUMNS = (*_LAYER_COLUMNS, "pp", "dp_replicate", "dp_shard", "zero", "virtual_stages", "recompute_blocks",
@@ -53,14 +55,21 @@ def time_terms(
     Args:
         constants: instead of the catalogue's (fits).
     """
-    scalar = isinstance(layout, Layout)
     columns = [np.atleast_1d(np.asarray(getattr(layout, name))) for name in _COLUMNS]
-    full = Columns(layout, dict(zip(_COLUMNS, np.broadcast_arrays(*columns), strict=True)))
+    arrays = np.broadcast_arrays(*columns)
     machine = Machine.of(cluster, stack, layout.precision, constants)
-    terms = _terms(coefficients(model), machine, workload, full)
-    if scalar:
-        return {name: float(np.asarray(value).reshape(-1)[0]) for name, value in terms.items()}
-    return terms
+    numbers, count = coefficients(model), len(arrays[0])
+    parts = []
+    for start in range(0, count, _CHUNK):
+        fields = {n: a[start : start + _CHUNK] for n, a in zip(_COLUMNS, arrays, strict=True)}
+        parts.append(_terms(numbers, machine, workload, Columns(layout, fields)))
+    if isinstance(layout, Layout):
+        return {name: float(np.asarray(value).reshape(-1)[0]) for name, value in parts[0].items()}
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [min(_CHUNK, count - i * _CHUNK) for i in range(len(parts))]
+    return {n: np.concatenate([np.broadcast_to(part[n], size) for part, size in zip(parts, sizes, strict=True)])
+            for n in parts[0]}  # fmt: skip
 
 
 def step_interval(
@@ -192,7 +201,9 @@ def _pace(numbers: ModelCoefficients, machine: Machine, workload: Workload, full
     straggle = c.straggler * np.where(spread, np.log2(dp), 0.0)
     device = layer.forward + layer.backward + again + layer.tp + tp_again + layer.cp + layer.ep
     passes = 2.0 + share * (full.recompute in ("full", "blocks"))
-    floor = layer.floor * passes * _pipeline_floor(machine, full)
+    bare = layer.floor * passes
+    slack = np.maximum(0.0, 1.0 - device / np.maximum(bare, 1e-12))
+    floor = bare * _pipeline_floor(machine, full, slack)
     slower = device + floor * (np.power(1.0 + np.power(device / np.maximum(floor, 1e-12), c.floor_power),
                                         1.0 / c.floor_power) - device / np.maximum(floor, 1e-12))  # fmt: skip
     host = slower - device
@@ -294,12 +305,12 @@ def _recompute_share(numbers: ModelCoefficients, full: Columns) -> Array:
             return 1.0
 
 
-def _pipeline_floor(machine: Machine, full: Columns) -> Array:
+def _pipeline_floor(machine: Machine, full: Columns, slack: Array) -> Array:
     """Growth of the host floor with tp, and more where stages lie on other nodes (nanotron's sweep shows it)."""
     per_node = machine.cluster.devices_per_node
     world = full.tp * full.cp * full.pp * full.dp_replicate * full.dp_shard
     crosses = (full.tp > 1) & (full.pp > 1) & (world > per_node)
-    inside = machine.constants.tp_floor * (np.minimum(full.tp, per_node) - 1.0)
+    inside = machine.constants.tp_floor * (np.minimum(full.tp, per_node) - 1.0) * slack
     inside = inside + machine.constants.tp_floor_far * (np.maximum(full.tp / per_node, 1.0) - 1.0)
     return 1.0 + inside + np.where(crosses, machine.constants.pipeline_floor * np.power(full.tp / 2.0, 1.1), 0.0)
 
