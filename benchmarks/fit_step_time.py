@@ -63,12 +63,12 @@ FITS = {
         tables=("vtrain_a100",), weigh="nodes", scale=0.01,
         free="op_floor tp_floor head_floor floor_power score_bytes elementwise nic_efficiency ring_share "
         "ring_share_node straggler logit_bytes head_efficiency_whole tp_latency bus_efficiency",
-        fixed={"gemm_efficiency": 0.88, "gemm_overhead": 0.0, "memory_efficiency": 0.9, "batched_efficiency": 0.7,
-               "head_efficiency": 0.8, "op_floor": 1e-4, "tp_floor": 0.05, "head_floor": 2.6e-3, "floor_power": 3.3,
-               "score_bytes": 33.0, "elementwise": 0.6, "nic_efficiency": 0.82, "ring_share": 0.29,
-               "tp_latency": 1.6e-4, "ring_share_node": 0.8, "straggler": 0.025, "logit_bytes": 76.0,
-               "head_efficiency_whole": 0.31,
-               "tp_latency_far": 8.5e-5, "tp_far_efficiency": 0.82, "update_floor": 2e-3, "bus_efficiency": 0.66},
+        fixed={"gemm_efficiency": 0.88, "gemm_overhead": 0.0, "memory_efficiency": 0.9, "batched_efficiency": 0.8,
+               "head_efficiency": 0.85, "op_floor": 1e-4, "tp_floor": 0.1, "head_floor": 2e-3, "floor_power": 3.0,
+               "score_bytes": 32.0, "elementwise": 0.6, "nic_efficiency": 0.95, "ring_share": 0.26,
+               "tp_latency": 1.9e-4, "ring_share_node": 0.9, "straggler": 0.03, "logit_bytes": 68.0,
+               "head_efficiency_whole": 0.28, "tp_latency_far": 8.5e-5, "tp_far_efficiency": 0.82,
+               "update_floor": 2e-3, "bus_efficiency": 0.66, "accumulate_bytes": 0.0},
     ),
     "nanotron@h100-sxm": Fit(
         tables=("ultrascale_nanotron",), weigh="small", scale=0.03, rounds=3,
@@ -76,7 +76,7 @@ FITS = {
         "nic_efficiency ring_share ring_share_node straggler dp_noise tp_latency tp_latency_far tp_far_efficiency "
         "dp_overlap dp_overlap_sharded",
         fixed={"gemm_efficiency": 0.68, "attention_efficiency": 0.3, "elementwise": 2.5, "op_floor": 1.3e-4,
-               "tp_floor": 0.013, "tp_floor_far": 0.92, "pipeline_floor": 0.97, "head_floor": 0.0, "logit_bytes": 44.0,
+               "tp_floor": 0.025, "tp_floor_far": 0.92, "pipeline_floor": 0.97, "head_floor": 0.0, "logit_bytes": 44.0,
                "bus_efficiency": 0.75, "nic_efficiency": 0.54, "ring_share": 0.59, "ring_share_node": 0.32,
                "straggler": 0.012, "dp_noise": 1.1, "tp_latency": 9e-5, "tp_latency_far": 1e-3, "gemm_overhead": 0.0,
                "tp_far_efficiency": 0.4, "dp_overlap": 0.9, "dp_overlap_sharded": 0.05, "update_floor": 1e-3,
@@ -106,6 +106,11 @@ FITS = {
         free="gemm_efficiency low_efficiency elementwise cast tp_exposed send_exposed ep_exposed op_floor "
         "dp_overlap_sharded straggler",
         fixed={"attention_efficiency": 0.5, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 1e-4, "cast": 0.2},
+    ),
+    "megatron@a100-sxm-80gb": Fit(
+        tables=("papers",), weigh="models", scale=0.05,
+        free="gemm_efficiency elementwise tp_exposed op_floor straggler",
+        fixed={"gemm_efficiency": 0.75, "gemm_overhead": 0.0, "op_floor": 1e-4},
     ),
     "megatron@gb200": Fit(
         tables=RECIPES, weigh="models", scale=0.03,

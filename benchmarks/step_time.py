@@ -16,7 +16,6 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
-from measured import VALIDATION, Group, cells, errors, load, predict, stalled
 
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
@@ -24,6 +23,7 @@ from loadmaster.describe.model import Model
 from loadmaster.describe.stack import Stack
 from loadmaster.describe.workload import Workload
 from loadmaster.laws.step import step_interval, time_terms
+from measured import VALIDATION, Group, cells, errors, load, predict, stalled
 
 JUDGED = (
     "vtrain_a100", "llm_foundry_mpt", "ultrascale_nanotron", "torchtitan", "megatron_bridge_summary",

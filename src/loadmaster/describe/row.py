@@ -335,6 +335,10 @@ _FRAMEWORKS: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
+# reports of runs made before fused attention kernels existed
+_BEFORE_FLASH = ("2104.04473", "2205.05198", "2201.11990", "tables.tex@528191942")
+
+
 def _stack(row: Row) -> Stack:
     text = row.get("framework", "").lower()
     name = next((stack for word, stack in _FRAMEWORKS if word in text), None)
@@ -354,6 +358,8 @@ def _stack(row: Row) -> Stack:
         changes["attention"] = "flash_all_to_all"
     if name == "torchtitan" and "compile" not in row.get("compile", ""):
         changes["compiled"] = False
+    if any(paper in row.get("source_ref", "") for paper in _BEFORE_FLASH):
+        changes["attention"] = "eager"
     if re.search(r"async ?tp", row.get("notes", "").lower()):
         changes["overlaps_tensor_parallel"] = True
     if "deterministic-mode" in row.get("notes", ""):

@@ -149,7 +149,7 @@ def _core(core: Core, machine: Machine, seq: int, layout: Any) -> tuple[Array, A
     length = core.queries or seq
     queries = layout.micro_batch_size * length / (1 if core.queries else layout.cp)
     width = 2.0 * a.num_heads / t * (a.head_dim + a.v_head_dim)
-    if machine.stack.attention == "flash":
+    if machine.stack.attention != "eager":
         once = width * queries * a.mean_keys(length, count_causal=True) / (c.attention_efficiency * machine.peak)
         return once, 2.5 * once
     square = queries * a.mean_keys(length, count_causal=False)
@@ -183,6 +183,10 @@ def _cp(block: BlockCoefficients, machine: Machine, tokens: Array, core: Array, 
     )
     width = sum(core_.attention.num_kv_heads * (core_.attention.head_dim + core_.attention.v_head_dim)
                 for core_ in block.cores)  # fmt: skip
+    if machine.stack.attention.endswith("all_to_all"):  # queries and outputs travel too, once each, beside nothing
+        heads = sum(2 * one.attention.num_heads * one.attention.head_dim for one in block.cores)
+        sent = (1.0 - 1.0 / layout.cp) * machine.element * tokens * (width + heads) / layout.tp
+        return 3.0 * sent / bandwidth
     seconds = (layout.cp - 1) * machine.element * tokens * width / layout.tp / bandwidth
     return 3.0 * np.maximum(seconds - c.cp_overlap * core, 0.0)
 

@@ -87,10 +87,12 @@ def gradient_seconds(
     )
     # ZeRO-3 gathers for the forward and again for the backward and scatters, every micro-batch, beside the compute
     hidden = c.gather_overlap
+    whole_window = machine.stack.retains_unsharded & ~np.asarray(full.reduce_each_micro_batch, dtype=bool)
+    scatter_each = np.where(whole_window, scatter / m, scatter)
     sharded = m * (
         np.maximum(gather - hidden * whole_step.forward, 0.0)
-        + np.maximum(gather + scatter - hidden * whole_step.backward, 0.0)
-        + c.gather_tax * np.minimum(2.0 * gather + scatter, whole_step.forward + whole_step.backward)
+        + np.maximum(gather + scatter_each - hidden * whole_step.backward, 0.0)
+        + c.gather_tax * np.minimum(2.0 * gather + scatter_each, whole_step.forward + whole_step.backward)
     )
     often = np.where((full.zero == 2) & full.reduce_each_micro_batch, m, 1.0)
     plain = np.where(full.zero > 0, often * scatter + gather, scatter + once(dense * grad, expert * grad))
