@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from loadmaster.errors import InvalidInput
-from loadmaster.runtime.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints
+from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.save import Saver
+from loadmaster.runtime.whole import latest_checkpoint, list_checkpoints
 
 SHAPES = {"vector": (1001,), "matrix": (7, 13), "scalar": ()}  # sizes that no number of ranks divides
 

@@ -22,6 +22,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.jo
 TRAIN = ["-m", "loadmaster", "train", "plan.toml", "--data", "text.txt", "--no-tensorboard", "--threads", "1"]
 
 
+ALONE = "dp_shard=1,zero=0"  # one rank instead of the plan's two
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_inputs(tmp_path)
@@ -74,7 +77,7 @@ def test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on(folder: Pa
     assert not ranks[0].is_running()
 
     before = len((folder / "run" / "metrics.jsonl").read_text().splitlines())
-    again = start(folder, "--out", "run", "--steps", str(before + 20), "--resume", "--json")
+    again = start(folder, "--out", "run", "--steps", str(before + 20), "--resume", "--json", "--layout", ALONE)
     said, errors = again.communicate(timeout=120)
     assert again.returncode == 0, errors
     steps = [json.loads(line)["step"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -84,7 +87,7 @@ def test_a_killed_rank_ends_the_run_with_its_name_and_the_run_goes_on(folder: Pa
 
 @pytest.mark.ranks
 def test_ctrl_c_saves_and_ends(folder: Path) -> None:
-    running = start(folder, "--out", "run", "--steps", "100000")
+    running = start(folder, "--out", "run", "--steps", "100000", "--layout", ALONE)
     wait_for_step(folder, 3, running)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)

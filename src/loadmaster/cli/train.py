@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def command(
     plan: Annotated[str, typer.Argument(help="Plan file, as loadmaster plan -o writes it.")],
     data: Annotated[str, typer.Option(help="Text, JSONL, Parquet, a dataset on disk, a folder of them; or stdlib.")],
-    out: Annotated[str | None, typer.Option(help="Folder of the run [runs/<plan's name>].")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Folder of the run [runs/<plan's name>].")] = None,
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json or its folder, or bytes.")] = "bytes",
     text_field: Annotated[str, typer.Option(help="Key or column of the text.")] = "text",
     steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.")] = 100,
@@ -147,8 +147,8 @@ def _resume(asked: bool) -> str:
 def _check_before_start(run: Run) -> None:
     """What can be refused before any rank is started."""
     from loadmaster.runtime.documents import find_documents
-    from loadmaster.runtime.resume import find_checkpoint
     from loadmaster.runtime.tokens import load_tokenizer
+    from loadmaster.runtime.whole import find_checkpoint
 
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(run.layout, axis) != 1:

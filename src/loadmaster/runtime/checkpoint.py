@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +19,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loadmaster.errors import InvalidInput
+from loadmaster.runtime.whole import MANIFEST
 
-__all__ = ["Checkpoint", "Shard", "checksum", "gaps", "latest_checkpoint", "list_checkpoints", "seal"]
+__all__ = ["Checkpoint", "Shard", "checksum", "gaps", "seal"]
 
 FORMAT, VERSION = "loadmaster-checkpoint", 1
-MANIFEST = "checkpoint.json"
-STEP_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 WAY_OUT = "resume from another checkpoint (--resume FOLDER)"
 
 
@@ -174,29 +172,3 @@ def gaps(ranges: Iterable[tuple[int, int]], start: int, stop: int) -> list[tuple
             lacking.append((reached, low))
         reached = max(reached, high)
     return [*lacking, (reached, stop)] if reached < stop else lacking
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints in a run's checkpoint folder, oldest first."""
-
-    def order(path: Path) -> tuple[int, int]:
-        match = STEP_FOLDER.fullmatch(path.name)
-        assert match is not None
-        return int(match[1]), int(match[2] or 0)
-
-    if not folder.is_dir():
-        return []
-    found = (p for p in folder.iterdir() if STEP_FOLDER.fullmatch(p.name) and (p / MANIFEST).is_file())
-    return sorted(found, key=order)
-
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that ``latest`` names; the newest whole one where the pointer is lost; None: there is none."""
-    try:
-        named = folder / (folder / "latest").read_text(encoding="utf-8").strip()
-        if (named / MANIFEST).is_file() and named.parent == folder:
-            return named
-    except OSError:
-        pass
-    whole = list_checkpoints(folder)
-    return whole[-1] if whole else None

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from loadmaster.errors import InvalidInput
-from loadmaster.runtime.checkpoint import Checkpoint, latest_checkpoint
+from loadmaster.runtime.checkpoint import Checkpoint
+from loadmaster.runtime.whole import latest_checkpoint
 
 __all__ = ["export_hf"]
 

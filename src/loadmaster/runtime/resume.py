@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it fits the run, and the engine's state out of it."""
+"""Going on from a checkpoint: whether it fits the run, and the engine's state out of it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from loadmaster.errors import InvalidInput
-from loadmaster.runtime.checkpoint import Checkpoint, latest_checkpoint
+from loadmaster.runtime.checkpoint import Checkpoint
 from loadmaster.runtime.engine import Engine
 from loadmaster.runtime.run import Run
 
-__all__ = ["Position", "find_checkpoint", "restore", "saved_facts"]
+__all__ = ["Position", "restore", "saved_facts"]
 
 OPTIONAL = ("master", "ema", "buffer")  # kinds that another precision or option of the same run may lack
-
-
-def find_checkpoint(run: Run) -> Path | None:
-    """The checkpoint this run goes on from; None: it starts anew.
-
-    Raises:
-        InvalidInput: one was asked for and there is none, or the folder holds another run already.
-    """
-    if run.resume_from is not None:
-        given = Path(run.resume_from)
-        found = given if (given / "checkpoint.json").is_file() else None
-        for folder in (given, given / "checkpoints"):
-            found = found or latest_checkpoint(folder)
-        if found is None:
-            raise InvalidInput("--resume-from", run.resume_from, "holds no checkpoint", "name a run's folder")
-        return found
-    found = latest_checkpoint(run.checkpoints)
-    if run.resume == "no" and found is not None:
-        raise InvalidInput("--out", run.out, f"holds a run already ({found.name})", "add --resume, or name another")
-    if run.resume == "yes" and found is None:
-        raise InvalidInput("--resume", run.out, "there is no checkpoint to go on from", "drop --resume to start anew")
-    return found
 
 
 class Position:

@@ -78,6 +78,8 @@ class Run:
             raise InvalidInput("betas", self.betas, "must be in [0, 1)", "use e.g. 0.9 and 0.95")
         if self.keep < 1:
             raise InvalidInput("keep", self.keep, "must be at least 1", "one checkpoint always stays")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidInput("device", self.device, "is not known", "use cpu, cuda or auto")
         if self.workload.optimizer == "lion":
             raise InvalidInput("workload.optimizer", "lion", "is priced but not built in", "use adamw, adam or sgd")
         self.learning_rate()

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loadmaster.errors import InvalidInput, LoadmasterError
-from loadmaster.runtime.checkpoint import FORMAT, MANIFEST, VERSION, Shard, checksum, gaps, list_checkpoints, seal
+from loadmaster.runtime.checkpoint import FORMAT, VERSION, Shard, checksum, gaps, seal
+from loadmaster.runtime.whole import MANIFEST, list_checkpoints
 
 __all__ = ["Saver"]
 

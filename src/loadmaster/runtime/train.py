@@ -24,9 +24,10 @@ from loadmaster.runtime.optimizer import OptimizerConfig
 from loadmaster.runtime.outcome import gather_outcome
 from loadmaster.runtime.peak import PeakStep
 from loadmaster.runtime.progress import RunProgress
-from loadmaster.runtime.resume import Position, find_checkpoint, restore, saved_facts
+from loadmaster.runtime.resume import Position, restore, saved_facts
 from loadmaster.runtime.run import Run
 from loadmaster.runtime.save import Saver
+from loadmaster.runtime.whole import find_checkpoint
 
 __all__ = ["train", "train_rank"]
 
