@@ -180,7 +180,7 @@ def test_every_catalogue_model_has_a_connected_dataflow(name: str) -> None:
                 known = (
                     value in made
                     or block.value(value).alias
-                    or value in ("labels", "input_ids", "encoder.last", "spectrogram")
+                    or value in ("labels", "input_ids", "encoder.last", "spectrogram", "pixels")
                 )
                 assert known, f"{block.name}.{op.name} reads {value}, which nothing makes"
     assert len(model.layer_blocks()) == model.num_layers

@@ -77,6 +77,8 @@ def short_config(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
     for field in LAYER_FIELDS:
         if field in short:
             short[field] = min(layers, int(short[field]))
+    if isinstance(short.get("text_config"), dict):
+        short["text_config"] = short_config(short["text_config"], layers)
     if isinstance(short.get("layer_types"), list):
         short["layer_types"] = short["layer_types"][:layers]
     return short

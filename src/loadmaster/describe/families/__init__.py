@@ -31,6 +31,7 @@ FAMILIES = {
     "gemma": ("llama", "llama_like", "GemmaForCausalLM", "GemmaModel"),
     "gemma2": ("llama", "llama_like", "Gemma2ForCausalLM", "Gemma2Model"),
     "gemma3_text": ("llama", "llama_like", "Gemma3ForCausalLM", "Gemma3TextModel"),
+    "gemma3": ("gemma3", "gemma3", "Gemma3ForConditionalGeneration", "Gemma3Model"),
     "gpt2": ("gpt2", "gpt2", "GPT2LMHeadModel", "GPT2Model"),
     "gpt_neox": ("gpt_neox", "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXModel"),
     "gptj": ("gptj", "gptj", "GPTJForCausalLM", "GPTJModel"),
