@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loadmaster.laws.quantisation import coding_error, share_lost
+from loadmaster.program.codebook import FIRST_MOMENT, SECOND_MOMENT
 from loadmaster.runtime import optim
 
 Make = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -193,8 +195,8 @@ def corpus() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def train(bits: int, seed: int, steps: int, data: Tensor) -> float:
-    """Mean loss of the last 20 steps."""
+def train(bits: int, seed: int, steps: int, data: Tensor) -> tuple[float, optim.AdamW]:
+    """Mean loss of the last 20 steps, and the optimizer with its state."""
     torch.manual_seed(seed)
     model = LanguageModel()
     optimizer = optim.AdamW(model, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1, state_bits=bits, seed=seed)
@@ -208,7 +210,7 @@ def train(bits: int, seed: int, steps: int, data: Tensor) -> float:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return statistics.mean(losses[-20:])
+    return statistics.mean(losses[-20:]), optimizer
 
 
 def training(steps: int = 300, seeds: int = 3) -> list[dict]:
@@ -216,11 +218,35 @@ def training(steps: int = 300, seeds: int = 3) -> list[dict]:
     data = corpus()
     rows = []
     for seed in range(seeds):
-        plain, coded = (train(bits, seed, steps, data) for bits in (32, 8))
+        plain, coded = (train(bits, seed, steps, data)[0] for bits in (32, 8))
         print(f"seed {seed}: {plain:.4f} with 32-bit state, {coded:.4f} with 8-bit", file=sys.stderr, flush=True)
         rows.append({"seed": seed, "loss_32": plain, "loss_8": coded, "percent": 100 * (coded / plain - 1)})
     mean = statistics.mean(r["percent"] for r in rows)
     return [*rows, {"seed": "mean", "percent": mean}]
+
+
+def moments(steps: int = 60) -> list[dict]:
+    """What each way of coding loses of real second moments, those of the language model's matrices."""
+    _, optimizer = train(32, 0, steps, corpus())
+    kept = [(p, s["exp_avg"].numpy(), s["exp_avg_sq"].numpy()) for p, s in optimizer.state.items()]
+    matrices = [(m, v) for p, m, v in kept if optimizer.shards[p].coded(4096)]
+    weight = [v.size for _, v in matrices]
+
+    def mean(numbers: list[float]) -> float:
+        return sum(w * n for w, n in zip(weight, numbers, strict=True)) / sum(weight)
+
+    rows = [
+        {"second moment": "linear, one scale a tensor", "become_zero": mean([share_lost(v) for _, v in matrices])},
+        {"second moment": "linear, one scale a block",
+         "become_zero": mean([share_lost(v, block=256) for _, v in matrices])},
+    ]  # fmt: skip
+    for title, errors in (
+        ("second moment", [coding_error(v, SECOND_MOMENT) for _, v in matrices]),
+        ("first moment", [coding_error(m, FIRST_MOMENT) for m, _ in matrices]),
+    ):
+        rows.append({title: "ours", "become_zero": mean([e.lost for e in errors]),
+                     "median_relative_error": mean([e.median_relative for e in errors])})  # fmt: skip
+    return rows
 
 
 def show(title: str, rows: list[dict]) -> None:
@@ -231,7 +257,7 @@ def show(title: str, rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("speed", "accuracy", "training"))
+    parser.add_argument("--only", choices=("speed", "accuracy", "moments", "training"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-others", action="store_true", help="leave torchao and bitsandbytes out")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -240,7 +266,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     others = not args.no_others
     sections: dict[str, Callable[[], list[dict]]] = {
-        "speed": lambda: speed(args.repeats, others), "accuracy": lambda: accuracy(others), "training": training,
+        "speed": lambda: speed(args.repeats, others), "accuracy": lambda: accuracy(others), "moments": moments, "training": training,
     }  # fmt: skip
     result = {k: f() for k, f in sections.items() if args.only in (None, k)}
     if args.json:
