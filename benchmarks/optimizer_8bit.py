@@ -266,7 +266,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     others = not args.no_others
     sections: dict[str, Callable[[], list[dict]]] = {
-        "speed": lambda: speed(args.repeats, others), "accuracy": lambda: accuracy(others), "moments": moments, "training": training,
+        "speed": lambda: speed(args.repeats, others), "accuracy": lambda: accuracy(others), "moments": moments,
+        "training": training,
     }  # fmt: skip
     result = {k: f() for k, f in sections.items() if args.only in (None, k)}
     if args.json:
