@@ -42,3 +42,11 @@ def test_missing_column_is_refused(tmp_path):
     (tmp_path / "x.tsv").write_text("a\tb\n1\t2\n")
     with pytest.raises(lm.InvalidInput, match="no row_id column"):
         list(read_rows(tmp_path / "x.tsv"))
+
+
+@pytest.mark.parametrize("cell", ["abc", "-1", "nan", "inf", "1,2", "0", "3.5"])
+@pytest.mark.parametrize("column", ["layers", "tp", "micro_batch", "n_gpus"])
+def test_an_absurd_cell_is_refused_by_name(column, cell):
+    row = {**first("simumax_b200.tsv", row_id="SM-0001"), column: cell}
+    with pytest.raises(lm.InvalidInput, match=f"row.{column}"):
+        describe_row(row)

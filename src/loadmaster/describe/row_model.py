@@ -8,12 +8,13 @@ from functools import lru_cache
 from typing import Any
 
 from loadmaster.describe.model import Model
+from loadmaster.describe.row_cells import Row, count
 from loadmaster.errors import InvalidInput
 
 __all__ = ["row_model"]
 
-Row = Mapping[str, str]
 _DIMENSIONS = ("layers", "hidden", "heads", "vocab")
+_MOST_LAYERS = 10_000
 _LLAMA = ("llama", "mistral", "mixtral", "qwen", "yi-", "kempner", "internlm", "grok", "zb-llama")
 _GPT = ("gpt", "vocabpar", "megatron", "phi")
 
@@ -37,6 +38,8 @@ def row_model(row: Row) -> Model:
     for field in _DIMENSIONS:
         if not row.get(field):
             raise InvalidInput(f"row.{field}", "", "is not stated", "give the model's dimensions")
+    if count(row, "layers") > _MOST_LAYERS:
+        raise InvalidInput("row.layers", row["layers"], "is no model's number of layers", "check the cell")
     name = row["model"].lower().replace("-gptq", "")
     if "hybrid" in name or "mamba" in name or "nemotron" in name:
         raise InvalidInput("row.model", row["model"], "mixes state-space layers in", "no family describes it")
@@ -73,35 +76,26 @@ def _config(row: Row, name: str) -> dict[str, Any]:
     raise InvalidInput("row.model", row["model"], "belongs to no family that rows describe", "give a config")
 
 
-def _number(row: Row, field: str, default: int | None = None) -> int:
-    text = row.get(field, "")
-    if text:
-        return int(float(text))
-    if default is None:
-        raise InvalidInput(f"row.{field}", "", "is not stated", "give the model's dimensions")
-    return default
-
-
 def _dims(row: Row) -> dict[str, Any]:
-    heads = _number(row, "heads")
+    heads = count(row, "heads")
     config: dict[str, Any] = {
-        "hidden_size": _number(row, "hidden"), "num_hidden_layers": _number(row, "layers"),
-        "num_attention_heads": heads, "num_key_value_heads": _number(row, "kv_heads", heads),
-        "vocab_size": _number(row, "vocab"), "tie_word_embeddings": row.get("tied_emb") == "1",
-        "max_position_embeddings": max(_number(row, "seq_len", 2048), 2048),
+        "hidden_size": count(row, "hidden"), "num_hidden_layers": count(row, "layers"),
+        "num_attention_heads": heads, "num_key_value_heads": count(row, "kv_heads", heads),
+        "vocab_size": count(row, "vocab"), "tie_word_embeddings": row.get("tied_emb") == "1",
+        "max_position_embeddings": max(count(row, "seq_len", 2048), 2048),
     }  # fmt: skip
     if row.get("head_dim"):
-        config["head_dim"] = _number(row, "head_dim")
+        config["head_dim"] = count(row, "head_dim")
     return config
 
 
 def _llama(row: Row) -> dict[str, Any]:
-    return {"model_type": "llama", "intermediate_size": _number(row, "ffn"), **_dims(row)}
+    return {"model_type": "llama", "intermediate_size": count(row, "ffn"), **_dims(row)}
 
 
 def _qwen(row: Row, name: str) -> dict[str, Any]:
     kind = "qwen3" if "qwen3" in name else "qwen2"
-    return {"model_type": kind, "intermediate_size": _number(row, "ffn"), **_dims(row)}
+    return {"model_type": kind, "intermediate_size": count(row, "ffn"), **_dims(row)}
 
 
 def _gpt(row: Row, notes: str) -> dict[str, Any]:
@@ -113,17 +107,17 @@ def _gpt(row: Row, notes: str) -> dict[str, Any]:
         raise InvalidInput("row.model", row["model"], "is a GPT with rotary or grouped attention", "give a config")
     return {
         "model_type": "gpt2", "n_embd": dims["hidden_size"], "n_layer": dims["num_hidden_layers"],
-        "n_head": dims["num_attention_heads"], "n_inner": _number(row, "ffn", 4 * dims["hidden_size"]),
-        "vocab_size": dims["vocab_size"], "n_positions": _number(row, "seq_len", 1024),
+        "n_head": dims["num_attention_heads"], "n_inner": count(row, "ffn", 4 * dims["hidden_size"]),
+        "vocab_size": dims["vocab_size"], "n_positions": count(row, "seq_len", 1024),
         "tie_word_embeddings": row.get("tied_emb") != "0", "resid_pdrop": rate, "attn_pdrop": rate, "embd_pdrop": rate,
     }  # fmt: skip
 
 
 def _mpt(row: Row) -> dict[str, Any]:
     return {
-        "model_type": "mpt", "d_model": _number(row, "hidden"), "n_layers": _number(row, "layers"),
-        "n_heads": _number(row, "heads"), "expansion_ratio": 4, "vocab_size": _number(row, "vocab"),
-        "max_seq_len": _number(row, "seq_len"), "no_bias": True,
+        "model_type": "mpt", "d_model": count(row, "hidden"), "n_layers": count(row, "layers"),
+        "n_heads": count(row, "heads"), "expansion_ratio": 4, "vocab_size": count(row, "vocab"),
+        "max_seq_len": count(row, "seq_len"), "no_bias": True,
     }  # fmt: skip
 
 
@@ -131,14 +125,14 @@ def _mixture(row: Row, notes: str, name: str) -> dict[str, Any]:
     if "golden" in notes and "swiglu" not in notes:
         raise InvalidInput("row.model", row["model"], "has experts without a gate", "no family describes it")
     dims = _dims(row)
-    experts, top_k = _number(row, "experts"), _number(row, "topk")
+    experts, top_k = count(row, "experts"), count(row, "topk")
     if "qwen" in name:
         return {
-            "model_type": "qwen3_moe", **dims, "intermediate_size": _number(row, "ffn", 6144),
-            "moe_intermediate_size": _number(row, "moe_ffn"), "num_experts": experts, "num_experts_per_tok": top_k,
+            "model_type": "qwen3_moe", **dims, "intermediate_size": count(row, "ffn", 6144),
+            "moe_intermediate_size": count(row, "moe_ffn"), "num_experts": experts, "num_experts_per_tok": top_k,
         }  # fmt: skip
     return {
-        "model_type": "mixtral", **dims, "intermediate_size": _number(row, "moe_ffn", _number(row, "ffn")),
+        "model_type": "mixtral", **dims, "intermediate_size": count(row, "moe_ffn", count(row, "ffn")),
         "num_local_experts": experts, "num_experts_per_tok": top_k,
     }  # fmt: skip
 
@@ -147,8 +141,8 @@ def _deepseek(row: Row, notes: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     dims = _dims({**row, "kv_heads": row["heads"]})
     dims.pop("head_dim", None)
     config = {
-        **dims, **extra, "intermediate_size": _number(row, "ffn"), "moe_intermediate_size": _number(row, "moe_ffn"),
-        "n_routed_experts": _number(row, "experts"), "num_experts_per_tok": _number(row, "topk"),
+        **dims, **extra, "intermediate_size": count(row, "ffn"), "moe_intermediate_size": count(row, "moe_ffn"),
+        "n_routed_experts": count(row, "experts"), "num_experts_per_tok": count(row, "topk"),
         "n_group": 1, "topk_group": 1,
     }  # fmt: skip
     dense = re.search(r"(\d+) dense layer", notes) or re.search(r"moe-layer-freq=\(\[0\]\*(\d+)", notes)
