@@ -6,6 +6,9 @@ import sys
 from tiny import batched, difference, finish, sequences, start, tiny, whole
 
 from loadmaster.describe.layout import Layout
+from loadmaster.laws.traffic import data_traffic
+from loadmaster.program.buckets import buckets_of
+from loadmaster.program.ring import Algorithm
 from loadmaster.runtime import OptimizerConfig, build
 
 STEPS, SEQUENCES = int(sys.argv[1]), 8
@@ -20,8 +23,16 @@ def run(layout, per_batch, rank, algorithm="auto"):
         mine = sequences(step, SEQUENCES)[rank * share : (rank + 1) * share]
         results.append(engine.step(batched(mine, per_batch)))
     gradients, state = whole_of(layout, engine.gradients()), whole_of(layout, engine.state())
+    law = data_traffic(
+        buckets_of(engine.assembly.table, layout), layout, micro_batches=share // per_batch,
+        algorithm=Algorithm("direct" if algorithm == "auto" else algorithm),
+    )  # fmt: skip
+    traffic = {
+        "bytes": [dict(law.bytes.terms), dict(engine.traffic_ledger().terms)],
+        "messages": [dict(law.messages.terms), dict(engine.message_ledger().terms)],
+    }
     engine.close()
-    return results, gradients, state
+    return results, gradients, state, traffic
 
 
 def whole_of(layout, shards):
@@ -31,7 +42,7 @@ def whole_of(layout, shards):
 
 
 def compare(layout, algorithm, per_batch, reference):
-    results, gradients, state = run(layout, per_batch, rank, algorithm)
+    results, gradients, state, traffic = run(layout, per_batch, rank, algorithm)
     pairs = list(zip(results, reference[0], strict=True))
     return {
         "layout": layout.describe(), "algorithm": algorithm, "per_batch": per_batch,
@@ -39,7 +50,7 @@ def compare(layout, algorithm, per_batch, reference):
         "norm": max(abs(a.grad_norm / b.grad_norm - 1) for a, b in pairs),
         "gradient": difference(gradients, reference[1], "grad"),
         "weight": difference(state, reference[2], "param"),
-        "exp_avg": difference(state, reference[2], "exp_avg"),
+        "exp_avg": difference(state, reference[2], "exp_avg"), **traffic,
     }  # fmt: skip
 
 

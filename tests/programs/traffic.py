@@ -1,4 +1,4 @@
-"""Bytes and messages really sent, beside the law, for every stage, shape, accumulation and algorithm."""
+"""Bytes and messages really sent by two ranks, beside the law, for every stage, accumulation and algorithm."""
 
 from tiny import batched, finish, sequences, start, tiny
 
@@ -10,12 +10,12 @@ from loadmaster.runtime import build
 
 rank, size = start()
 rows = []
-shapes = [(1, size), (size, 1)] + ([(2, size // 2)] if size > 2 else [])
+shapes = [(1, size), (size, 1)]
 kinds = [("fp32", "direct"), ("fp32", "ring"), ("fp32", "backend"), ("bf16-master", "direct")]
-for precision, algorithm in kinds if size == 2 else kinds[:1]:
+for precision, algorithm in kinds:
     for replicate, shard in shapes if algorithm == "direct" else shapes[:1]:
         for zero in range(4 if shard > 1 else 1):
-            for count in (1, 2) if size == 2 and algorithm == "direct" and precision == "fp32" else (2,):
+            for count in (1, 2) if algorithm == "direct" and precision == "fp32" else (2,):
                 layout = Layout(
                     dp_replicate=replicate, dp_shard=shard, zero=zero, precision=precision, bucket_bytes=8192,
                     reduce_each_micro_batch=zero == 1 and count == 2,
