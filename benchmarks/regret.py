@@ -1,7 +1,8 @@
 """Regret of the planner's choice on published runs: the chosen layout's measured time over the best measured, minus 1.
 
 A group is every run of one source with the same model, devices, sequence and global batch; the choice is the layout
-the laws price fastest (all of them ran, so memory decides nothing here). Sources: vTrain (A100, one node and more) and Ultrascale (H100).
+the laws price fastest (all of them ran, so memory decides nothing here). Sources: vTrain (A100, one node and more) and
+Ultrascale (H100).
 
     python benchmarks/regret.py [--json]
 """

@@ -117,6 +117,20 @@ def test_the_total_is_the_sum_not_the_largest_part(ask: Any) -> None:
     assert document["memory"]["low"] < document["memory"]["total"] < document["memory"]["high"]
 
 
+def test_zero_stages_change_memory_and_traffic_together(ask: Any) -> None:
+    """Each stage keeps less and, with accumulation, sends more: 2 scatters every micro-batch, 3 gathers as well."""
+    sizes, sent = [], []
+    for zero in (0, 1, 2, 3):
+        document, _, _ = ask(
+            "price", "meta-llama/Llama-3.2-1B", "--on", "8xh100-sxm", "--batch", "32", "--layout", f"zero={zero}"
+        )
+        sizes.append(document["memory"]["total"])
+        sent.append(document["traffic"]["total"])
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+    assert sent[0] == sent[1] < sent[2] < sent[3]
+
+
 # --- layouts
 
 
