@@ -65,8 +65,8 @@ def page() -> list[str]:
     """The whole page."""
     head = [
         "# Why tools disagree: what each training software keeps", "",
-        "Written by `python benchmarks/stacks.py`; do not edit. Selecting a stack (`--stack NAME`) makes the memory and "
-        "time laws apply these rules.", "",
+        "Written by `python benchmarks/stacks.py`; do not edit. Selecting a stack (`--stack NAME`) makes the memory "
+        "and time laws apply these rules.", "",
         f"## The same model, the same layouts: {MODEL}, sequence {SEQ}, global batch 32 on eight H100", "",
         "GiB of the worst rank: live bytes / with the allocator's and the driver's.", "",
         "| stack | " + " | ".join(f"`{text}`" for text in LAYOUTS) + " |", "|---|" + "---|" * len(LAYOUTS),
