@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,19 +64,11 @@ def _factory(target: str, batch: int, seq_len: int) -> Callable[[], Any]:
     """What builds module and inputs."""
     if batch < 1 or seq_len < 1:
         raise InvalidInput("--batch, --seq", (batch, seq_len), "must be at least 1", "give positive counts")
-    name, colon, attribute = target.partition(":")
-    if not colon or os.path.exists(target):
+    if ":" not in target or os.path.exists(target):
         from loadmaster.describe.families import read_config
         from loadmaster.trace.hugging_face import factory_from_config
 
         return factory_from_config(read_config(target)[1], batch=batch, seq_len=seq_len)
-    sys.path.insert(0, os.getcwd())
-    try:
-        made = getattr(import_module(name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidInput("factory", target, f"cannot be found ({error})", "check the name; it must import") from None
-    finally:
-        sys.path.pop(0)
-    if not callable(made):
-        raise InvalidInput("factory", target, "cannot be called", "name a function that returns (module, inputs)")
-    return made  # type: ignore[no-any-return]
+    from loadmaster.trace.module_to_model import load_factory
+
+    return load_factory(target)

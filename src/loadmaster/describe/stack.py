@@ -298,7 +298,9 @@ class Stack:
         return Precision.named(self.precisions.get(name, name))
 
     def kept(self, op: Op) -> Kept:
-        """What `op` leaves for its backward."""
+        """What `op` leaves for its backward; a traced op names what it was seen to keep."""
+        if op.kind is OpKind.OTHER and op.function == "traced":
+            return Kept(outputs=tuple(range(len(op.outputs))))
         function = op.function
         if op.attention is not None:
             function = self.attention + ("_dropout" if op.attention.dropout else "")

@@ -6,6 +6,7 @@ Read once from a block's op table and kept, so that pricing a layout touches num
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from loadmaster.describe.model import Block, Model
 from loadmaster.describe.op import Attention, Op, OpKind, Split
@@ -13,6 +14,7 @@ from loadmaster.describe.op import Attention, Op, OpKind, Split
 __all__ = ["BlockCoefficients", "Core", "ModelCoefficients", "Product", "coefficients"]
 
 # kinds whose traffic is not a matter of reading and writing their values once
+_TRACED_WIDTH = 128  # of a traced product without a weight: a head's
 _NOT_ELEMENTWISE = (OpKind.MATMUL, OpKind.ATTENTION, OpKind.EMBEDDING, OpKind.LOSS, OpKind.CONV, OpKind.OTHER)
 
 
@@ -144,6 +146,8 @@ def block_coefficients(block: Block) -> BlockCoefficients:
 def _products(block: Block, op: Op) -> list[Product]:
     if op.kind is OpKind.EMBEDDING or op.attention is not None:
         return []
+    if op.flops is not None:
+        return _traced_product(op, op.flops)
     found = []
     for weight in op.weights:
         if not weight.multiplies or len(weight.shape) < 2:
@@ -159,6 +163,15 @@ def _products(block: Block, op: Op) -> list[Product]:
         found.append(Product(rows=rows, d_in=d_in, d_out=d_out, split=split, num_experts=weight.num_experts,
                              top_k=min(weight.top_k, weight.num_experts), per_sample=x.seq_power == 0))  # fmt: skip
     return found
+
+
+def _traced_product(op: Op, flops: float) -> list[Product]:
+    """One product a sample of a traced op's FLOPs, as wide as its matrix (a kernel's patches as inputs)."""
+    if not flops:
+        return []
+    matrix = next((w for w in op.weights if len(w.shape) > 1), None)
+    d_out, d_in = (matrix.shape[0], prod(matrix.shape[1:])) if matrix else (_TRACED_WIDTH, _TRACED_WIDTH)
+    return [Product(rows=flops / (2 * d_in * d_out), d_in=d_in, d_out=d_out, split="", per_sample=True)]
 
 
 def _core(block: Block, op: Op) -> Core:

@@ -32,6 +32,7 @@ class Dimensions:
     Attributes:
         heads, kv_heads: of every attention, without repeats; widths: other dimensions that tp splits.
         experts: of every mixture layer, without repeats; empty for a dense model.
+        traced: read off a module, so that nothing says how its matrices would be split.
     """
 
     num_layers: int
@@ -41,6 +42,7 @@ class Dimensions:
     experts: tuple[int, ...]
     vocab_size: int
     max_seq_len: int | None
+    traced: bool = False
 
     @classmethod
     def of(cls, model: Model) -> Dimensions:
@@ -55,6 +57,7 @@ class Dimensions:
             experts=_unique(w.num_experts for w in weights if w.num_experts > 1),
             vocab_size=model.vocab_size,
             max_seq_len=model.max_seq_len,
+            traced=model.family == "traced",
         )
 
 

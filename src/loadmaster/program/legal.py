@@ -85,6 +85,11 @@ def _counts(numbers: tuple[int, ...]) -> str:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        name="a traced module is not split", field="tp",
+        broken=lambda c: c.dims.traced & ((np.asarray(c.layout.tp) > 1) | (np.asarray(c.layout.cp) > 1)),
+        says=lambda c: "must be 1, and cp too: a traced module does not say how its matrices or sequences are split",
+    ),
+    Rule(
         name="tp divides the attention heads", field="tp",
         broken=lambda c: _indivisible(c.dims.heads, c.layout.tp),
         says=lambda c: f"must divide the {_counts(c.dims.heads)} attention heads "

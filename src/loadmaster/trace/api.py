@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,14 @@ from loadmaster.trace.tracer import Life, Tracer, Untraceable
 from loadmaster.trace.whereabouts import Whereabouts
 
 __all__ = ["trace"]
+
+
+class Survey(Protocol):
+    """Whoever wants to look at a module before it is traced."""
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at it."""
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -37,6 +45,7 @@ def trace(
     steps: int = 2,
     real: bool = False,
     name: str = "",
+    survey: Survey | None = None,
 ) -> Timeline:
     """Trace `steps` training steps: forward, loss, backward, optimizer; no device, no data, no memory needed.
 
@@ -52,6 +61,7 @@ def trace(
         clip: clip the gradient norm before the update; steps: 2 shows the step that has optimizer state.
         real: run on real tensors, for small modules whose path depends on data.
         name: what reports call it; by default the module's class.
+        survey: is shown the module and its arguments before they run; FLOPs are then counted as well.
 
     Raises:
         Untraceable: something depends on data; the message names module and op.
@@ -72,6 +82,9 @@ def trace(
             built, args, kwargs = _materialise(tracer, module, inputs, dtype)
             where.name(built)
             recompute_blocks(built, recompute)
+            if survey is not None:
+                survey.begin(built, args, kwargs)
+                tracer.flops = {}
             run_steps(tracer, built, args, kwargs, plan)
         except LoadmasterError:
             raise
@@ -177,7 +190,7 @@ def _timeline(tracer: Tracer, *, name: str, seconds: float) -> Timeline:
         events=events, storages=storages, delta_event=np.array(tracer.delta_event, dtype=np.int64),
         delta_storage=np.array(tracer.delta_storage, dtype=np.int64),
         delta_bytes=np.array(tracer.delta_bytes, dtype=np.int64), phases=tuple(tracer.where.phases), name=name,
-        seconds=seconds,
+        flops=dict(tracer.flops or {}), seconds=seconds,
     )  # fmt: skip
 
 

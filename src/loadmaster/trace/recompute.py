@@ -14,19 +14,25 @@ __all__ = ["recompute_blocks", "repeated_blocks"]
 
 
 def repeated_blocks(module: nn.Module) -> list[tuple[str, list[nn.Module]]]:
-    """Every outermost list of two or more modules of one class: (its path, its modules).
+    """Every list of two or more modules of one class: (its path, its modules).
+
+    Of nested lists the outer one counts, unless all it holds are such lists themselves (the stages of a ResNet).
 
     >>> repeated_blocks(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])}))[0][0]
     'layers'
     """
     found: list[tuple[str, list[nn.Module]]] = []
     for path, candidate in module.named_modules():
-        if any(path.startswith(p + ".") for p, _ in found) or not isinstance(candidate, nn.ModuleList | nn.Sequential):
-            continue
-        children = list(candidate)
-        if len(children) > 1 and len({type(c) for c in children}) == 1:
-            found.append((path, children))
+        inside = any(path.startswith(f"{p}." if p else "") for p, _ in found)
+        if not inside and _repeats(candidate) and not all(_repeats(child) for child in candidate.children()):
+            found.append((path, list(candidate.children())))
     return found
+
+
+def _repeats(candidate: nn.Module) -> bool:
+    children = list(candidate.children())
+    listed = isinstance(candidate, nn.ModuleList | nn.Sequential)
+    return listed and len(children) > 1 and len({type(c) for c in children}) == 1
 
 
 def recompute_blocks(module: nn.Module, recompute: str) -> None:

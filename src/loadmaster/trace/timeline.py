@@ -6,7 +6,7 @@ nothing, and two tensors on one storage count once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -174,7 +174,7 @@ class Timeline:
             changes before the first op carry event 0.
         phases: (name, index of its first event).
         notes: what a reader must know, e.g. that routing was assumed.
-        streams: stream of each storage's birth, empty when all ran on one.
+        flops: of the events that multiply matrices, where they were counted.
     """
 
     events: tuple[Event, ...]
@@ -184,6 +184,7 @@ class Timeline:
     delta_bytes: Ints
     phases: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
+    flops: Mapping[int, int] = field(default_factory=dict)
     name: str = ""
     seconds: float = field(default=0.0, compare=False)
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from loadmaster.errors import LoadmasterError
+from loadmaster.trace.flop_count import forward_flops
 from loadmaster.trace.ghost import CPU, Ghost, as_meta, ghost_of, metadata_key, shared_plans, tensors_in
 from loadmaster.trace.timeline import CAST_TERM, Category
 from loadmaster.trace.values import Values
@@ -115,6 +116,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.delta_storage: list[int] = []
         self.delta_bytes: list[int] = []
         self.refusal: Untraceable | None = None
+        self.flops: dict[int, int] | None = None  # by event, where they are to be counted
         self._facts: dict[Any, _Facts] = {}
         self._adopted: dict[int, tuple[torch.Tensor, Ghost]] = {}
         self._resize = torch.UntypedStorage.resize_
@@ -244,6 +246,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 life.category = Category.COMMUNICATION
         if value is not None:
             _attach(result, value)
+        if self.flops is not None:
+            count = forward_flops(func, args, kwargs, result)
+            if count:
+                self.flops[self.where.event] = count
         return result
 
     def _note_cast(self, life: Life, source: torch.Tensor) -> None:

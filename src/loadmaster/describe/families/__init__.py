@@ -12,7 +12,7 @@ from typing import Any
 
 from loadmaster.describe.families.fields import Fields
 from loadmaster.describe.model import Model
-from loadmaster.errors import InvalidInput
+from loadmaster.errors import InvalidInput, MissingDependency
 
 __all__ = ["FAMILIES", "catalogue", "from_hf", "read_config"]
 
@@ -52,7 +52,7 @@ FAMILIES = {
 
 
 def from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Model:
-    """Model from a catalogue name, a path to config.json or its folder, or a dict.
+    """Model from a catalogue name, a path to config.json or its folder, a dict, or ``package.module:function``.
 
     Raises:
         InvalidInput: an unknown name, no JSON object, a missing or absurd field, an unknown model type.
@@ -61,6 +61,8 @@ def from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Model:
     >>> from_hf("gpt2").num_params
     124439808
     """
+    if isinstance(source, str) and ":" in source and not Path(source).exists():
+        return _from_factory(source)
     name, raw = read_config(source)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
@@ -98,6 +100,16 @@ def _architecture(raw: Mapping[str, Any], model_type: str, default: str) -> str:
     if default in spelled or (spelled[0].endswith(("ForCausalLM", "LMHeadModel")) and model_type not in ENCODERS):
         return default  # a language model under a name of the config's own code
     return spelled[0]
+
+
+def _from_factory(target: str) -> Model:
+    """A model that no config describes: what ``package.module:function`` returns is traced."""
+    if find_spec("torch") is None:
+        raise MissingDependency("tracing a module", "torch", "runtime")
+    tracing = import_module("loadmaster.trace.module_to_model")
+    built = tracing.model_from_module(tracing.load_factory(target), name=target)
+    assert isinstance(built, Model)
+    return built
 
 
 def _from_transformers(name: str, model_type: str, raw: Mapping[str, Any]) -> Model:
