@@ -79,6 +79,15 @@ def test_case_3_2_kv_heads_shrink_only_the_kv_projections() -> None:
     assert round(window.mean_keys(32768, count_causal=True), 2) == 3840.06
 
 
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("gpt2", 1024), ("facebook/opt-1.3b", 2048), ("google-bert/bert-base-uncased", 512), ("openai/whisper-base", 448),
+     ("meta-llama/Meta-Llama-3-8B", None), ("bigscience/bloom", None), ("google-t5/t5-small", None)],
+)  # fmt: skip
+def test_only_a_table_of_positions_bounds_the_sequence(name: str, longest: int | None) -> None:
+    assert from_hf(name).max_seq_len == longest
+
+
 def test_case_9_3_smollm() -> None:
     model = from_hf(
         LLAMA | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

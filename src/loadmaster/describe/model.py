@@ -67,7 +67,7 @@ class Model:
         family: model_type of its config, or ``traced``.
         hidden_size: width of the residual stream; vocab_size: of the embedding, unpadded.
         embedding, blocks, head: blocks are (block, repeat) in execution order.
-        max_seq_len: longest sequence its positions allow, None if unbounded.
+        max_seq_len: longest sequence that a table of positions allows; None for rotary, ALiBi and relative ones.
         fixed_seq_len: tokens a sample whatever the workload says (a ViT), or None.
         encoder_seq_len: tokens of the encoder a sample (Whisper's 1500), None: as the workload says.
     """

@@ -12,7 +12,7 @@ __all__ = ["ALIASES", "bloom"]
 
 # n_embed overrides hidden_size where a config has both
 ALIASES = {
-    "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",), "max_position_embeddings": ("seq_length",),
+    "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",),
 }  # fmt: skip
 
 

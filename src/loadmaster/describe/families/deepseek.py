@@ -28,7 +28,7 @@ def deepseek(fields: Fields, *, name: str, model_type: str, with_head: bool) -> 
     stem = Stem(
         name=name, family=model_type, hidden=fields.count("hidden_size"), vocab_size=fields.count("vocab_size"),
         tied=fields.flag("tie_word_embeddings", False), base=base, with_head=with_head,
-        rope_width=fields.count("qk_rope_head_dim", 64), max_seq_len=fields.optional_count("max_position_embeddings"),
+        rope_width=fields.count("qk_rope_head_dim", 64),
     )  # fmt: skip
     num_layers = fields.layers()
     num_dense = min(fields.count("first_k_dense_replace", 3 if third else 0, minimum=0), num_layers)

@@ -28,7 +28,6 @@ def falcon(fields: Fields, *, name: str, model_type: str, with_head: bool) -> Mo
         name=name, family=model_type, hidden=hidden, vocab_size=fields.count("vocab_size"),
         tied=fields.flag("tie_word_embeddings", True), base=base, with_head=with_head, embed="word_embeddings",
         final_norm="ln_f", norm="layer", norm_bias=True, rope_width=0 if core.bias else core.head_dim,
-        max_seq_len=fields.optional_count("max_position_embeddings"),
     )  # fmt: skip
     return assemble(stem, [_block(fields, core, f"{base}h.{{}}.")] * fields.layers())
 

@@ -18,7 +18,7 @@ def gpt_neox(fields: Fields, *, name: str, model_type: str, with_head: bool) -> 
         name=name, family=model_type, hidden=fields.count("hidden_size"), vocab_size=fields.count("vocab_size"),
         tied=fields.flag("tie_word_embeddings", False), base=base, with_head=with_head, embed="embed_in",
         final_norm="final_layer_norm", norm="layer", norm_bias=True, rope_width=_rope_width(fields),
-        embedding_dropout=fields.rate("hidden_dropout"), max_seq_len=fields.optional_count("max_position_embeddings"),
+        embedding_dropout=fields.rate("hidden_dropout"),
     )  # fmt: skip
     return assemble(stem, [_block(fields, f"{base}layers.{{}}.")] * fields.layers())
 

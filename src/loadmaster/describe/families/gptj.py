@@ -19,7 +19,7 @@ def gptj(fields: Fields, *, name: str, model_type: str, with_head: bool) -> Mode
         name=name, family=model_type, hidden=fields.count("hidden_size"), vocab_size=fields.count("vocab_size"),
         tied=fields.flag("tie_word_embeddings", False), base=base, with_head=with_head, head_bias=True, embed="wte",
         final_norm="ln_f", norm="layer", norm_bias=True, embedding_dropout=fields.rate("embd_pdrop"),
-        rope_width=fields.count("rotary_dim", 64), max_seq_len=fields.optional_count("max_position_embeddings"),
+        rope_width=fields.count("rotary_dim", 64),
     )  # fmt: skip
     return assemble(stem, [_block(fields, f"{base}h.{{}}.")] * fields.layers())
 

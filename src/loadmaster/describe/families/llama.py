@@ -186,5 +186,5 @@ def read_stem(fields: Fields, kind: Kind, *, name: str, model_type: str, with_he
         name=name, family=model_type, hidden=fields.count("hidden_size"), vocab_size=fields.count("vocab_size"),
         tied=fields.flag("tie_word_embeddings", kind.tied), base="model." if with_head else "", with_head=with_head,
         norm=kind.norm, embedding_scale=kind.embedding_scale, softcap=softcap, logits_scale=kind.scaled,
-        rope_width=int(head_dim * partial), max_seq_len=fields.optional_count("max_position_embeddings"),
+        rope_width=int(head_dim * partial),
     )  # fmt: skip

@@ -15,7 +15,6 @@ __all__ = ["ALIASES", "mpt"]
 
 ALIASES = {
     "hidden_size": ("d_model",), "num_hidden_layers": ("n_layers",), "num_attention_heads": ("n_heads",),
-    "max_position_embeddings": ("max_seq_len",),
 }  # fmt: skip
 
 
@@ -25,7 +24,7 @@ def mpt(fields: Fields, *, name: str, model_type: str, with_head: bool) -> Model
     stem = Stem(
         name=name, family=model_type, hidden=fields.count("hidden_size"), vocab_size=fields.count("vocab_size"),
         tied=fields.flag("tie_word_embeddings", True), base=base, with_head=with_head, embed="wte",
-        final_norm="norm_f", norm="layer", max_seq_len=fields.optional_count("max_position_embeddings"),
+        final_norm="norm_f", norm="layer",
     )  # fmt: skip
     return assemble(stem, [_block(fields, f"{base}blocks.{{}}.")] * fields.layers())
 
