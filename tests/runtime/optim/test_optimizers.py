@@ -271,6 +271,19 @@ def test_transposed_parameters_are_stepped() -> None:
     torch.testing.assert_close(p.detach(), torch.full((80, 64), 1 - 1e-3 - 1e-5))
 
 
+def test_weights_and_gradients_may_move_between_steps() -> None:
+    p, q = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64, 64))
+    a, b = optim.AdamW([("p", p)], state_bits=8), optim.AdamW([("q", q)], state_bits=8)
+    for t in range(4):
+        p.grad = torch.full((64, 64), 1.0 + t)
+        q.grad = torch.full((64, 64), 1.0 + t).t().clone().t()  # another memory order
+        a.step()
+        b.step()
+        p.data = p.data.clone()
+    assert torch.equal(p, q)
+    assert (p < 1).all()
+
+
 def test_a_learning_rate_tensor_and_a_closure_work() -> None:
     p = nn.Parameter(torch.ones(64, 64))
     optimizer = optim.AdamW([("p", p)], lr=torch.tensor(1e-2), state_bits=8)

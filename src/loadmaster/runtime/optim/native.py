@@ -68,7 +68,17 @@ def step(works: Sequence[Work]) -> None:
 
 
 def _row(work: Work) -> list[int]:
-    """The C struct Tensor; a rule with one moment leaves the other's place empty."""
+    """The C struct Tensor: made once, then with the step's gradient and key."""
+    if work.row is None:
+        work.row = _new_row(work)
+    row = work.row
+    row[1], row[9] = work.grad.data_ptr(), work.key
+    row[8] = (row[8] & ~GRAD_BF16) | GRAD_BF16 * (work.grad.dtype is torch.bfloat16)
+    return row
+
+
+def _new_row(work: Work) -> list[int]:
+    """A rule with one moment leaves the other's place empty."""
     first = second = first_scale = second_scale = 0
     for moment in work.moments:
         scales = 0 if moment.scales is None else moment.scales.data_ptr()
@@ -78,14 +88,13 @@ def _row(work: Work) -> list[int]:
             first, first_scale = moment.data.data_ptr(), scales
     flags = (
         PARAM_BF16 * (work.param.dtype is torch.bfloat16)
-        | GRAD_BF16 * (work.grad.dtype is torch.bfloat16)
         | STOCHASTIC * work.stochastic
         | STATE_32 * (work.moments[0].scales is None)
         | NESTEROV * work.nesterov
     )
     return [
-        work.param.data_ptr(), work.grad.data_ptr(), first, second, first_scale, second_scale,
-        work.param.numel(), work.start, flags, work.key,
+        work.param.data_ptr(), 0, first, second, first_scale, second_scale,
+        work.param.numel(), work.start, flags, 0,
     ]  # fmt: skip
 
 

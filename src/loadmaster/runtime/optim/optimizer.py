@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -61,6 +62,7 @@ class Blockwise(torch.optim.Optimizer):
         self.block, self.min_elements, self.seed = check_block(block), min_elements, seed
         self.stochastic_rounding, self.kernel, self.capturable = stochastic_rounding, kernel, capturable
         self.shards = dict(shards or {})
+        self._works: dict[Tensor, Work] = {}
         self.embeddings = _embeddings(params, embeddings)
         self._knows_names = isinstance(params, nn.Module) or embeddings is not None or bool(shards)
         groups: Any = list(params.named_parameters()) if isinstance(params, nn.Module) else params
@@ -120,56 +122,66 @@ class Blockwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        works: list[Work] = []
-        back: list[tuple[Tensor, Tensor]] = []
-        for group in self.param_groups:
-            ready: dict[float, Scalars] = {}
-            for p in group["params"]:
-                if p.grad is None or p.numel() == 0:
-                    continue
-                works.append(self._work(group, p, ready, back, grad_scale))
+        works = [work for group in self.param_groups for work in self._group_works(group, grad_scale)]
         kernel.run(works, self.kernel)
-        for p, flat in back:
-            p.copy_(flat.view(p.shape))
+        for work in works:
+            if work.original is not None:  # not contiguous: stepped in a copy
+                work.original.copy_(work.param.view(work.original.shape))
         return loss
 
-    def _work(
-        self,
-        group: dict[str, Any],
-        p: Tensor,
-        ready: dict[float, Scalars],
-        back: list[tuple[Tensor, Tensor]],
-        grad_scale: float,
-    ) -> Work:
-        assert p.grad is not None
-        if p.grad.is_sparse or p.is_complex():
+    def _group_works(self, group: dict[str, Any], grad_scale: float) -> Iterator[Work]:
+        """The work of every parameter of a group; numbers are made once for each step count in it."""
+        ready: dict[float, tuple[Scalars, int]] = {}
+        sign = -grad_scale if group.get("maximize") else grad_scale
+        for p in group["params"]:
+            if p.grad is None or p.numel() == 0:
+                continue
+            work = self._work_of(group, p)
+            work.grad = self._gradient(p)
+            work.step += 1
+            if self.capturable:
+                work.scalars = self._scaled(group, work.step, sign)
+            else:
+                count = work.step.item()
+                if count not in ready:
+                    ready[count] = (self._scaled(group, count, sign), mix(mix(self.seed) + int(count)))
+                work.scalars, work.key = ready[count]
+            yield work
+
+    def _scaled(self, group: dict[str, Any], count: float | Tensor, sign: float) -> Scalars:
+        scalars = self.scalars(group, count)
+        return scalars if sign == 1.0 else dataclasses.replace(scalars, grad_scale=sign)
+
+    def _gradient(self, p: Tensor) -> Tensor:
+        grad = p.grad
+        assert grad is not None
+        if grad.is_sparse or grad.is_complex():
             raise InvalidInput(
-                f"gradient of {self.shards[p].name or 'a parameter'}", p.grad.layout if p.grad.is_sparse else p.dtype,
+                f"gradient of {self.shards[p].name or 'a parameter'}", grad.layout if grad.is_sparse else grad.dtype,
                 "must be dense and real", "use torch.optim.SparseAdam for that parameter, or sparse=False",
             )  # fmt: skip
+        return grad if grad.is_contiguous() else grad.contiguous()
+
+    def _work_of(self, group: dict[str, Any], p: Tensor) -> Work:
+        """What stays the same from step to step, made anew where the weight or its state lies elsewhere."""
         state = self.state[p] or self._initialise(group, p)
-        state["step"] += 1
-        count = state["step"] if self.capturable else float(state["step"])
-        if self.capturable:
-            scalars = self.scalars(group, count)
-        else:
-            if count not in ready:
-                ready[count] = self.scalars(group, count)
-            scalars = ready[count]
-        if group.get("maximize"):
-            grad_scale = -grad_scale
-        if grad_scale != 1.0:
-            scalars = _with_scale(scalars, grad_scale)
+        kept = self._works.get(p)
+        if kept is not None and kept.pointer == p.data_ptr() and kept.original is None:
+            names = MOMENTS[self.rule]
+            if kept.step is state["step"] and all(
+                m.data is state[n] for m, (n, _) in zip(kept.moments, names, strict=True)
+            ):
+                return kept
         flat = p.detach().reshape(-1)
-        if flat.data_ptr() != p.data_ptr():
-            back.append((p.detach(), flat))
-        moments = [Moment(state[n], state.get(f"{n}_scale")) for n, _ in MOMENTS[self.rule]]
-        return Work(
-            rule=self.rule, param=flat, grad=p.grad.detach().reshape(-1), moments=moments, scalars=scalars,
-            block=self.block, start=self.shards[p].start,
-            key=0 if self.capturable else mix(mix(self.seed) + int(count)), seed=mix(self.seed), step=state["step"],
+        work = Work(
+            rule=self.rule, param=flat, pointer=p.data_ptr(), grad=flat, scalars=Scalars(), block=self.block,
+            moments=[Moment(state[n], state.get(f"{n}_scale")) for n, _ in MOMENTS[self.rule]],
+            start=self.shards[p].start, key=0, seed=mix(self.seed), step=state["step"],
             nesterov=bool(group.get("nesterov")), stochastic=self.stochastic_rounding,
+            original=None if flat.data_ptr() == p.data_ptr() else p.detach(),
         )  # fmt: skip
+        self._works[p] = work
+        return work
 
     def _initialise(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
         """Zero state of one parameter."""
@@ -249,9 +261,3 @@ def _embeddings(params: Params, given: Any) -> set[Tensor]:
     for item in [given] if isinstance(given, nn.Module | Tensor) else list(given or ()):
         found |= embedding_parameters(item) if isinstance(item, nn.Module) else {item}
     return found
-
-
-def _with_scale(scalars: Scalars, grad_scale: float) -> Scalars:
-    import dataclasses
-
-    return dataclasses.replace(scalars, grad_scale=grad_scale)

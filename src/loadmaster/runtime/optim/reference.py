@@ -25,7 +25,7 @@ def step(works: Sequence[Work]) -> None:
 
 
 def _step(work: Work) -> None:
-    p, g = work.param.float(), work.grad.float()
+    p, g = work.param.float(), work.grad.reshape(-1).float()
     names = MOMENTS[work.rule]
     turns = turn_of(work.key, work.start // work.block, num_blocks(p.numel(), work.block), p.device)
     values = [

@@ -25,7 +25,8 @@ class Work:
 
     Attributes:
         rule: update rule.
-        param, grad: flat, contiguous, of equal length.
+        param: flat; pointer: where the parameter lies; original: it, if `param` is a contiguous copy of it.
+        grad: contiguous, of the same length.
         moments: in the order of `MOMENTS[rule]`.
         scalars: this step's numbers.
         block: elements a scale.
@@ -34,10 +35,13 @@ class Work:
         seed: mix(seed). step: the count, a 0-dim tensor.
         nesterov: for momentum.
         stochastic: round a 16-bit weight stochastically.
+        row: what a kernel keeps of all this between steps.
     """
 
     rule: Rule
     param: Tensor
+    pointer: int
+    original: Tensor | None
     grad: Tensor
     moments: list[Moment]
     scalars: Scalars
@@ -48,3 +52,4 @@ class Work:
     step: Tensor
     nesterov: bool
     stochastic: bool
+    row: list[int] | None = None
