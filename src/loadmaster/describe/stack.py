@@ -211,6 +211,7 @@ class Stack:
         selective: kinds whose extras are recomputed under recompute=selective.
         selective_matmuls: recompute=selective keeps the block's input, the attention and every second matrix product.
         gathered_layers: whole layers alive at once under ZeRO-3.
+        reshards_in_pipeline: with pp > 1, layers are let go after their forward (else the rank's stay gathered).
         live_parameters: gathered elements kept at most under ZeRO-3, whatever the layers (0: by layers).
         root_gathered: embedding and head stay gathered for the step.
         retains_unsharded: without `reduce_each_micro_batch`, gradients stay whole (in the reduce dtype) over a window.
@@ -245,6 +246,7 @@ class Stack:
     gathered_layers: int = 2
     root_gathered: bool = True
     live_parameters: int = 0
+    reshards_in_pipeline: bool = True
     retains_unsharded: bool = False
     splits_vocab: bool = True
     splits_embedding: bool = True

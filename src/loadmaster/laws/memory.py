@@ -211,6 +211,8 @@ def _gathered(run: Run, placement: Placement) -> Terms:
         root = block_params(run, run.model.embedding).total * placement.embedding
         root = root + block_params(run, run.model.head).total * placement.head
     layers = lesser(run.stack.gathered_layers, placement.num_layers)
+    if not run.stack.reshards_in_pipeline:
+        layers = where(layout.pp > 1, placement.num_layers, layers)
     whole = largest * layers + root * run.compute_bytes
     return {"buffers/all_gather": where((layout.zero >= 3) & (run.shards > 1), whole, 0)}
 

@@ -21,6 +21,7 @@ STACK = Stack(
     saving=EAGER,
     loss={"cross_entropy": EAGER_LOSS, "fused": FUSED_LOSS, "chunked": CHUNKED_LOSS},
     retains_unsharded=True,
+    reshards_in_pipeline=False,  # reshard_after_forward is off by default where there is a pipeline
     splits_vocab=False,
     splits_embedding=False,  # the token table is replicated over tp, the head is not
     context=Context(device=600 * MIB, communicator=64 * MIB),
