@@ -122,6 +122,12 @@ class Calibration:
         """
         return _resolve(device, stack)
 
+    @staticmethod
+    def reread() -> None:
+        """Forget what was read: the catalogue has been written anew."""
+        _tables.cache_clear()
+        _resolve.cache_clear()
+
     def changed(self, **constants: float) -> Calibration:
         """The same with some constants replaced (fits, what-if questions)."""
         merged: dict[str, Any] = dict(constants)
