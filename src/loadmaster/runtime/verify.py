@@ -9,9 +9,6 @@ blow up in near-zero gradients does not add up.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Any
@@ -22,12 +19,11 @@ from loadmaster.describe.precision import Precision
 from loadmaster.errors import InvalidInput
 from loadmaster.ranks import run_ranks
 
-__all__ = ["StepDifference", "Verification", "verify", "verify_rank"]
+__all__ = ["StepDifference", "Verification", "verify"]
 
 # relative difference of gradients allowed: rounding in another order of summation, in the compute dtype
 TOLERANCES = {"fp32": 2e-5, "tf32": 2e-2, "bf16": 5e-2, "fp16": 2e-2}
 MAX_LOCAL_RANKS = 16
-WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +128,9 @@ def verify(
         "config": config, "factory": plan.factory, "layout": wanted.to_dict(), "steps": steps, "seed": seed, "lr": lr,
         "seq_len": seq_len or min(plan.workload.seq_len, 64), "optimizer": plan.workload.optimizer,
     }  # fmt: skip
-    results = run_ranks("loadmaster.runtime.verify:verify_rank", payload, world_size=wanted.world_size, threads=threads)
+    results = run_ranks(
+        "loadmaster.runtime.verify_rank:verify_rank", payload, world_size=wanted.world_size, threads=threads
+    )
     return Verification(
         layout=wanted, precision=wanted.precision, tolerance=tolerance or TOLERANCES.get(compute, 2e-5),
         steps=tuple(StepDifference(**row) for row in results[0]),
@@ -159,166 +157,3 @@ def _short(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
     from loadmaster.runtime.audit_plan import short_config
 
     return short_config(config, layers)
-
-
-def verify_rank(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What every rank runs: the engine under the layout; rank 0 the reference as well. Rank 0 returns the rows."""
-    import copy
-
-    import torch
-
-    from loadmaster.runtime.engine import build
-    from loadmaster.runtime.launch import join_run
-    from loadmaster.runtime.modules import build_module, vocab_size
-    from loadmaster.runtime.optimizer import OptimizerConfig
-
-    layout = Layout(**payload["layout"])
-    with join_run(device="cpu") as member:
-        module = build_module(config=payload["config"], factory=payload["factory"], seed=payload["seed"])
-        without_dropout(module)
-        vocabulary = min(vocab_size(module), 1 << 20)
-        reference = _Reference(copy.deepcopy(module), layout, payload) if member.first else None
-        optimizer = OptimizerConfig(
-            name=payload["optimizer"], lr=payload["lr"], state_bits=layout.optimizer_bits, weight_decay=WEIGHT_DECAY
-        )
-        rows = []
-        with build(module, layout, optimizer=optimizer, device=torch.device("cpu")) as engine:
-            for step in range(payload["steps"]):
-                items = _sequences(layout, payload["seq_len"], vocabulary, seed=payload["seed"] * 1000 + step)
-                result = engine.step(_window(items, layout, member.rank))
-                gradients = _gathered(engine.gradients(), "grad", member)
-                weights = _gathered(engine.state(), "param", member)
-                if reference is not None:
-                    rows.append(reference.compare(step, items, result, gradients, weights))
-        return rows
-
-
-def without_dropout(module: Any) -> None:
-    """Training mode for what depends on the batch, evaluation for the rest: masks differ from rank to rank."""
-    from torch import nn
-
-    module.train()
-    for child in module.modules():
-        if not isinstance(child, nn.modules.batchnorm._BatchNorm):
-            child.training = False
-
-
-def _sequences(layout: Layout, seq_len: int, vocabulary: int, *, seed: int) -> list[dict[str, Any]]:
-    """Two micro-batches a rank, the last one short; each sequence ignores another number of tokens."""
-    import torch
-
-    count = max(layout.dp, 2 * layout.dp * layout.micro_batch_size - 1)
-    made = torch.Generator().manual_seed(seed)
-    items = []
-    for _ in range(count):
-        ids = torch.randint(0, vocabulary, (1, seq_len), generator=made)
-        labels = ids.clone()
-        labels[:, : int(torch.randint(0, max(1, seq_len - 2), (1,), generator=made))] = -100
-        items.append({"input_ids": ids, "labels": labels})
-    return items
-
-
-def _window(items: list[dict[str, Any]], layout: Layout, rank: int) -> list[dict[str, Any]]:
-    """This data rank's micro-batches of the global batch."""
-    import torch
-
-    low, high = (len(items) * r // layout.dp for r in (rank, rank + 1))
-    mine, size = items[low:high], layout.micro_batch_size
-    groups = (mine[i : i + size] for i in range(0, len(mine), size))
-    return [{key: torch.cat([item[key] for item in group]) for key in group[0]} for group in groups]
-
-
-def _gathered(shards: Any, kind: str, member: Any) -> dict[str, Any]:
-    """Whole tensors of one kind, put together on rank 0 from all ranks' flat ranges."""
-    import torch
-    import torch.distributed as dist
-
-    mine = [
-        (s.name, tuple(s.full_shape), s.start, s.stop, s.tensor.detach().float().cpu().numpy().copy())
-        for s in shards
-        if s.kind == kind
-    ]
-    everyone: list[Any] | None = [None] * member.world_size if member.first else None
-    dist.gather_object(mine, everyone, dst=0)
-    whole: dict[str, Any] = {}
-    for name, shape, start, stop, values in (row for rows in everyone or [] for row in rows):
-        tensor = whole.setdefault(name, torch.zeros(shape))
-        tensor.view(-1)[start:stop] = torch.from_numpy(values)
-    return whole
-
-
-def _plain_optimizer(name: str, parameters: list[Any], *, lr: float) -> Any:
-    """PyTorch's own, or ours with 32-bit state where PyTorch has none (Lion)."""
-    import torch
-
-    from loadmaster.runtime import optim
-
-    match name:
-        case "sgd" | "sgd_momentum":
-            momentum = 0.9 if name == "sgd_momentum" else 0.0
-            return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY)
-        case "lion":
-            return optim.Lion(parameters, lr=lr, betas=(0.9, 0.999), weight_decay=WEIGHT_DECAY)
-    cls = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[name]
-    return cls(parameters, lr=lr, weight_decay=WEIGHT_DECAY)
-
-
-class _Reference:
-    """One process, plain PyTorch."""
-
-    def __init__(self, module: Any, layout: Layout, payload: Mapping[str, Any]) -> None:
-        self.module, self.eight_bit = module, layout.optimizer_bits == 8
-        self.compute = Precision.named(layout.precision).compute
-        trained = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = _plain_optimizer(payload["optimizer"], trained, lr=payload["lr"])
-
-    def compare(
-        self, step: int, items: list[dict[str, Any]], result: Any, gradients: Mapping[str, Any],
-        weights: Mapping[str, Any],
-    ) -> dict[str, Any]:  # fmt: skip
-        """Take the same step, and set the layout's against it."""
-        loss, norm = self._step(items)
-        named = {n: p for n, p in self.module.named_parameters() if p.grad is not None and n in gradients}
-        differences = {n: float((gradients[n].view_as(p) - p.grad).norm()) for n, p in named.items()}
-        largest = max((float(p.grad.norm()) for p in named.values()), default=0.0)
-        worst = max(differences, key=lambda n: differences[n], default="nothing")
-        self.optimizer.step()
-        weight = self._weight_difference(weights)
-        self._continue_from(weights)
-        return asdict(
-            StepDifference(
-                step=step, loss=result.loss, reference_loss=loss, grad_norm=result.grad_norm, reference_grad_norm=norm,
-                gradient=_relative(math.hypot(*differences.values()), norm), worst=worst, skipped=result.reason,
-                worst_gradient=_relative(differences.get(worst, 0.0), largest),
-                weight=None if self.eight_bit else weight,
-            )
-        )  # fmt: skip
-
-    def _step(self, items: list[dict[str, Any]]) -> tuple[float, float]:
-        """The whole batch in one forward; loss and gradient norm."""
-        import torch
-
-        from loadmaster.runtime.loss import CausalLanguageModel
-
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.compute)
-        batch = {key: torch.cat([item[key] for item in items]) for key in items[0]}
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=half) if half else nullcontext():
-            total, count = CausalLanguageModel()(self.module, batch)
-        (total / count).backward()  # type: ignore[no-untyped-call]
-        squares = (p.grad.double().square().sum() for p in self.module.parameters() if p.grad is not None)
-        return float(total.detach() / count), math.sqrt(sum(float(s) for s in squares))
-
-    def _continue_from(self, weights: Mapping[str, Any]) -> None:
-        for name, parameter in self.module.named_parameters():
-            if name in weights:
-                parameter.data.copy_(weights[name].view_as(parameter))
-
-    def _weight_difference(self, weights: Mapping[str, Any]) -> float:
-        named = {n: p.detach() for n, p in self.module.named_parameters() if n in weights}
-        apart = math.hypot(*(float((weights[n].view_as(p) - p).norm()) for n, p in named.items()))
-        return _relative(apart, math.hypot(*(float(p.norm()) for p in named.values())))
-
-
-def _relative(difference: float, size: float) -> float:
-    return 0.0 if difference == 0 else difference / size if size else math.inf
