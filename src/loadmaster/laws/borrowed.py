@@ -4,7 +4,7 @@
 columns takes. With B the largest layer's, E the embedding's and H the head's gradient bytes:
 
     stage 3:  2 B + E + H      (a layer filling, one under way; what lies outside the blocks open all along)
-    stage 2:  max(H, B + b, E + b)      with b = min(bucket_bytes, B): one bucket under way beside what fills
+    stage 2:  max(H, max(B, b) + b, E + b)      with b = min(bucket_bytes, all): a bucket under way beside what fills
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from loadmaster.describe.precision import BYTES
 from loadmaster.laws.numbers import Number, greater, lesser, where
 from loadmaster.laws.placement import Placement
 from loadmaster.laws.run import Run
-from loadmaster.laws.state import block_params
+from loadmaster.laws.state import Held, block_params
 
 __all__ = ["borrowed_terms"]
 
 
-def borrowed_terms(run: Run, placement: Placement) -> dict[str, Number]:
+def borrowed_terms(run: Run, params: Held, placement: Placement) -> dict[str, Number]:
     """``buffers/buckets`` and ``buffers/communication``, where the stack borrows gradients by bucket."""
     if not run.stack.borrows_gradients:
         return {}
@@ -29,8 +29,8 @@ def borrowed_terms(run: Run, placement: Placement) -> dict[str, Number]:
     largest = largest * each
     embedding = block_params(run, run.model.embedding).total * placement.embedding * each
     head = block_params(run, run.model.head).total * placement.head * each
-    bucket = lesser(layout.bucket_bytes, largest)
-    two = greater(head, greater(largest, embedding) + bucket)
+    bucket = lesser(layout.bucket_bytes, params.total * each)
+    two = greater(head, greater(greater(largest, bucket), embedding) + bucket)
     three = 2 * largest + embedding + head
     acts = (layout.dp_shard > 1) & (layout.zero >= 2)
     scratch: Number = 0

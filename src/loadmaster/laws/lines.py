@@ -113,7 +113,7 @@ def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
     if number:
         held = lesser(trained.total, size) * number * BYTES[run.precision.grad]
         terms["buffers/buckets"] = terms.get("buffers/buckets", 0) + held
-    terms |= borrowed_terms(run, placement)
+    terms |= borrowed_terms(run, params, placement)
     terms["buffers/workspace"] = _workspace(run)
     if run.stack.scratch_gradients:
         terms["buffers/weight_gradients"] = _scratch_gradients(run, placement)
