@@ -4,7 +4,8 @@
 columns takes. With B the largest layer's, E the embedding's and H the head's gradient bytes:
 
     stage 3:  2 B + E + H      (a layer filling, one under way; what lies outside the blocks open all along)
-    stage 2:  max(H, max(B, b) + b, E + b)      with b = min(bucket_bytes, all): a bucket under way beside what fills
+    stage 2:  max(H, max(B, b) + b, E + b)      with b a bucket under way: bucket_bytes, or the largest
+                                               tensor if that is more, or all there is if that is less
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def borrowed_terms(run: Run, params: Held, placement: Placement) -> dict[str, Nu
     largest = largest * each
     embedding = block_params(run, run.model.embedding).total * placement.embedding * each
     head = block_params(run, run.model.head).total * placement.head * each
-    bucket = lesser(layout.bucket_bytes, params.total * each)
+    tensor = max(weight.numel for block, _ in run.model.blocks for weight in block.weights) * each
+    bucket = lesser(greater(layout.bucket_bytes, tensor), params.total * each)
     two = greater(head, greater(greater(largest, bucket), embedding) + bucket)
     three = 2 * largest + embedding + head
     acts = (layout.dp_shard > 1) & (layout.zero >= 2)

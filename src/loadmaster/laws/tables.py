@@ -39,14 +39,13 @@ def held_terms(model: Model | ParameterTable, workload: Workload, layout: Layout
     """
     table = model if isinstance(model, ParameterTable) else ParameterTable.from_model(model)
     buckets, precision = buckets_of(table, layout), Precision.named(layout.precision)
-    trained = [b for b in buckets if b.trainable]
+    trained, count = [b for b in buckets if b.trainable], layout.num_micro_batches(workload)
     rank = max(range(layout.dp_shard), key=lambda r: owned_elements(trained, r))
     terms = {
         "parameters": _parameters(table, buckets, layout) * BYTES[precision.param],
         "gradients": _gradients(trained, layout) * BYTES[precision.grad],
         **_optimizer(table, trained, rank, workload, layout),
-        "buffers/buckets": _borrowed(table, trained, layout, layout.num_micro_batches(workload))
-        * BYTES[precision.grad],
+        "buffers/buckets": _borrowed(table, trained, layout, count) * BYTES[precision.grad],
         "buffers/communication": _scratch(trained, layout),
     }
     return {name: number for name, number in terms.items() if number}
@@ -105,7 +104,8 @@ def pool_elements(buckets: Sequence[tuple[int, frozenset[int]]], *, again: bool)
     """Most that is borrowed at once, of (elements, layers in it) in the order of the backward.
 
     The buckets of the layer at work are open together, since a layer's gradients come in no fixed order; one more is
-    under way (`again`: it may be the last of the micro-batch before). A bucket of all that lies outside the blocks is open from the head's backward to the embedding's.
+    under way (`again`: it may be the last of the micro-batch before). A bucket of all that lies outside the blocks is
+    open from the head's backward to the embedding's.
 
     >>> blocks = [(10, frozenset({2})), (10, frozenset({1})), (10, frozenset({0}))]
     >>> pool_elements([*blocks, (4, frozenset({EMBEDDING, HEAD}))], again=False)
