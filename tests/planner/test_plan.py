@@ -44,7 +44,7 @@ def test_columns_price_as_single_layouts(stack: str) -> None:
     rows = np.random.default_rng(0).choice(len(space), size=min(40, len(space)), replace=False)
     for row in rows:
         cost = price(MODEL, CLUSTER, WORK, space.layout(int(row)), stack=stack)
-        # a column has the closed form; one layout of our runtime is counted from its tables: padding, borders of buckets
+        # a column has the closed form; one layout of our runtime is counted from its tables, padding included
         within = 2e-2 if stack == "loadmaster" else 1e-6
         assert cost.memory.total == pytest.approx(space.bytes[row], rel=within), cost.layout.describe()
         assert cost.step_seconds == pytest.approx(space.seconds[row], rel=1e-6), cost.layout.describe()
