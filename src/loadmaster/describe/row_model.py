@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from loadmaster.describe.families.megatron_gpt import MegatronGpt, megatron_gpt
 from loadmaster.describe.model import Model
 from loadmaster.describe.row_cells import Row, count
 from loadmaster.errors import InvalidInput
@@ -45,7 +46,33 @@ def row_model(row: Row) -> Model:
         raise InvalidInput("row.model", row["model"], "mixes state-space layers in", "no family describes it")
     if "printed dims give" in row.get("notes", ""):
         raise InvalidInput("row.model", row["model"], "has dimensions that contradict its printed size", "check them")
+    if "golden" in row.get("notes", "") and _is_plain(row):
+        return megatron_gpt(_megatron(row))
     return _build(row["model"], tuple(sorted(_config(row, name).items())))
+
+
+def _is_plain(row: Row) -> bool:
+    """A test of Megatron's GPT that no public family has: experts without a gate, rotary or grouped attention."""
+    notes, experts = row.get("notes", ""), row.get("experts", "")
+    if "swiglu" in notes or "multi-latent-attention" in notes or "moe-layer-freq" in notes:
+        return False
+    grouped = row.get("kv_heads") not in ("", row.get("heads"))
+    return experts not in ("", "0") or grouped or "position-embedding-type=rope" in notes
+
+
+def _megatron(row: Row) -> MegatronGpt:
+    notes, hidden, heads = row.get("notes", ""), count(row, "hidden"), count(row, "heads")
+    experts = count(row, "experts", 0, least=0)
+    ffn = count(row, "ffn", 4 * hidden)
+    if "position-embedding-type=none" in notes:
+        raise InvalidInput("row.notes", "position-embedding-type=none", "is a model without positions", "give a config")
+    return MegatronGpt(
+        name=row["model"], layers=count(row, "layers"), hidden=hidden, heads=heads,
+        kv_heads=count(row, "kv_heads", heads), ffn=count(row, "moe_ffn", ffn) if experts else ffn,
+        vocab_size=count(row, "vocab"), positions=count(row, "seq_len"), tied=row.get("tied_emb") != "0",
+        num_experts=experts, top_k=count(row, "topk", 1), bias="disable-bias-linear" not in notes,
+        rotary="position-embedding-type=rope" in notes, dropout=0.1 if "TINY" in notes else 0.0,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from loadmaster.describe.model import Block
+from loadmaster.describe.model import Block, Model
 from loadmaster.describe.op import OpKind, Split
 from loadmaster.describe.precision import BYTES
 from loadmaster.describe.stack import Alive, StateLine
@@ -26,6 +26,7 @@ __all__ = ["state_lines", "trained_params", "whole_state"]
 Terms = dict[str, Number]
 
 
+_GROUPED_STREAMS = 4  # transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace
 # what an optimizer with one moment calls it
 _ONLY_MOMENT = {"sgd_momentum": "optimizer/momentum", "adagrad": "optimizer/sum"}
 
@@ -166,12 +167,19 @@ def _workspace(run: Run) -> int:
     """Scratch of the matrix libraries, which the allocator counts.
 
     PyTorch keeps one cuBLAS workspace a thread that multiplies (forward's and autograd's): 8.125 MiB before Hopper, 32
-    MiB from Hopper on (``aten/src/ATen/cuda/CublasHandlePool.cpp``); a stack's own library adds its own.
+    MiB from Hopper on (``aten/src/ATen/cuda/CublasHandlePool.cpp``); a stack's own library adds its own,
+    and one for each stream that multiplies groups of experts.
     """
     if run.on_cpu:
         return 0
     each = 32 * MIB if run.hopper or run.stack.deterministic else 8 * MIB + 128 * KIB
-    return 2 * each + run.stack.workspace[run.hopper]
+    own = run.stack.workspace[run.hopper]
+    return 2 * each + own * (1 + _GROUPED_STREAMS * _has_experts(run.model))
+
+
+@lru_cache(maxsize=256)
+def _has_experts(model: Model) -> bool:
+    return any(weight.num_experts > 1 for block, _ in model.blocks for weight in block.weights)
 
 
 def _scratch_gradients(run: Run, placement: Placement) -> Number:
