@@ -39,6 +39,31 @@ def test_counts_are_those_of_the_module(raw: dict[str, object]) -> None:
     assert {n for n, _ in model.named_weights()} == {n for n, _ in module.named_parameters(remove_duplicate=False)}
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96,
+         "num_attention_heads": 4, "num_key_value_heads": 2},
+        {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64},
+        {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+         "num_experts_per_tok": 2},
+    ],
+    ids=lambda raw: raw["model_type"],
+)  # fmt: skip
+def test_a_counted_model_has_the_flops_of_the_one_written_out(raw: dict[str, object]) -> None:
+    from loadmaster.laws.flops import block_flops
+    from loadmaster.trace.config import model_from_config
+
+    counted, written = model_from_config(dict(raw), name="counted"), from_hf(raw)
+    for model in (counted, written):
+        assert model.num_layers == 2
+    forward = [sum(n * block_flops(b, 16).total for b, n in m.parts()) for m in (counted, written)]
+    assert forward[0] == forward[1]
+    assert counted.matmul_params == written.matmul_params
+    assert counted.num_active_params == written.num_active_params
+
+
 def test_experts_are_seen_as_such() -> None:
     model, _ = counted(
         {"model_type": "olmoe", "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 96,

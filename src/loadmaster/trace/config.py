@@ -6,6 +6,7 @@ one op of a chain, which gives exact counts and the products of each layer, not 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,12 +141,16 @@ def _chain(
     flow = Flow(name, re.sub(r"\{|\}", "", prefix), width=hidden)
     x = "input"
     for path, weights in _grouped(names, survey, prefix, text):
-        kind, width = _kind(survey.owners[prefix + weights[0].name], weights[0], hidden)
-        y = flow.value(path or f"{name}.own", width)
-        x = flow.op(path or f"{name}.own", kind, (x,), (y,), weights=weights)
+        label = path or f"{name}.own"
+        kind, d_in, d_out = _kind(survey.owners[prefix + weights[0].name], weights, flow.values[x].width)
+        if d_in != flow.values[x].width:  # it reads something else of the layer, of which nothing more is known
+            x = flow.value(f"{label}.input", d_in, alias=x)
+        x = flow.op(label, kind, (x,), (flow.value(label, d_out),), weights=weights)
     heads = getattr(text, "num_attention_heads", None)
     if attention and isinstance(heads, int) and heads > 0:
-        x = flow.attention("attention.core", (x,), _core(text, heads, hidden))
+        core = _core(text, heads, hidden)
+        q = flow.value("attention.q", core.num_heads * core.head_dim, alias=x)
+        x = flow.attention("attention.core", (q,), core)
     return flow.done(x)
 
 
@@ -180,13 +185,19 @@ def _weight(short: str, name: str, survey: _Survey, text: Any) -> Weight:
     )  # fmt: skip
 
 
-def _kind(owner: nn.Module, weight: Weight, hidden: int) -> tuple[OpKind, int]:
-    """What a module is, and the width of what it makes."""
-    match owner:
-        case nn.Embedding():
-            return OpKind.EMBEDDING, owner.embedding_dim
-        case nn.Linear():
-            return OpKind.MATMUL, owner.out_features
-    if "norm" in type(owner).__name__.lower():
-        return OpKind.NORM, weight.shape[-1]
-    return (OpKind.CONV if isinstance(owner, nn.Conv1d | nn.Conv2d) else OpKind.OTHER), hidden
+def _kind(owner: nn.Module, weights: tuple[Weight, ...], width: int) -> tuple[OpKind, int, int]:
+    """What a module is, and the widths of what it reads and makes."""
+    matrix = next((w for w in weights if w.multiplies), None)
+    if isinstance(owner, nn.Embedding):
+        return OpKind.EMBEDDING, width, owner.embedding_dim
+    if matrix is None:
+        norm = "norm" in type(owner).__name__.lower()
+        own = weights[0].shape[-1] if norm else width
+        return (OpKind.NORM if norm else OpKind.OTHER), own, own
+    d_out = matrix.shape[0] * matrix.top_k
+    d_in = math.prod(matrix.shape[1:]) * matrix.top_k
+    if isinstance(owner, transformers.pytorch_utils.Conv1D):  # stored (in, out)
+        d_in, d_out = d_out, d_in
+    if isinstance(owner, nn.Conv1d | nn.Conv2d):
+        return OpKind.CONV, d_in, d_out
+    return OpKind.MATMUL, d_in, d_out
