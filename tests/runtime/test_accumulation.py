@@ -229,3 +229,18 @@ def test_buckets_that_are_a_second_copy_would_cost_four_bytes_a_parameter():
     assert ledger["gradients"] == 4 * num_elements(buckets_of(e.assembly.table, e.layout))
     assert "buffers/buckets" not in ledger.terms
     assert all(p.grad is None for p in e.module.parameters())
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    """As in PyTorch, where it has no .grad: no weight decay, no momentum."""
+
+    class Partly(Bigram):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Linear(3, 3)
+
+    e = build(Partly(), Layout(precision="fp32"), optimizer=OptimizerConfig(weight_decay=0.5))
+    before = [p.detach().clone() for p in e.module.spare.parameters()]
+    e.step(micro_batches(3))
+    assert all(torch.equal(a, b) for a, b in zip(before, e.module.spare.parameters(), strict=True))
+    assert len(e.optimizer.state) == len(list(e.module.parameters())) - 2

@@ -35,7 +35,8 @@ from loadmaster.program.window import reductions
 
 __all__ = ["Traffic", "data_traffic", "traffic_terms"]
 
-CONTROL_NUMBERS = (2, 3)  # fp64 numbers of the two exchanges of a step: (count, micro-batches), (squares, loss, count)
+# fp64 numbers of the two exchanges of a step: (count, micro-batches) and (squares, loss, count, unused parameters)
+CONTROL_NUMBERS = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def data_traffic(
     >>> layout = Layout(dp_shard=4, zero=1, precision="fp32")
     >>> table = ParameterTable.from_named([("w", (1024, 1024), 0, True)])
     >>> data_traffic(buckets_of(table, layout), layout, micro_batches=2).bytes.terms
-    mappingproxy({'dp_shard/reduce_scatter': 3145728, 'dp_shard/all_gather': 3145728, 'control/all_gather': 120})
+    mappingproxy({'dp_shard/reduce_scatter': 3145728, 'dp_shard/all_gather': 3145728, 'control/all_gather': 144})
     """
     precision, stage = Precision.named(layout.precision), stage_in_force(layout)
     own = algorithm is not Algorithm.BACKEND

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from loadmaster.runtime.ring import Collectives, collectives_for
 from loadmaster.runtime.scaler import LossScaler
 from loadmaster.runtime.traffic import TrafficMeter
 from loadmaster.runtime.units import Unit, wrap_units
+from loadmaster.runtime.waits import WeightWaits
 from loadmaster.runtime.zero import ParameterBucket
 
 __all__ = ["Assembly", "assemble", "find_blocks"]
@@ -69,7 +70,7 @@ class Assembly:
     optimizer: torch.optim.Optimizer
     scaler: LossScaler | None
     findings: dict[str, str]
-    hooks: list[Any] = field(default_factory=list)
+    waits: WeightWaits
 
     @property
     def gradient_copies(self) -> int:
@@ -101,6 +102,7 @@ class Assembly:
     def begin_window(self) -> None:
         """Before the first action: forget old gradients; at stage 3 gather what lies outside the blocks."""
         self.reducer.begin_window()
+        self.waits.begin()
         if self.stage == 3:
             self.units[-1].gather()
             self.units[0].gather()
@@ -133,8 +135,7 @@ class Assembly:
     def close(self) -> None:
         """Remove hooks, end threads."""
         self.reducer.close()
-        for hook in self.hooks:
-            hook.remove()
+        self.waits.close()
         if self.communication is not None:
             self.communication.close()
         self.agreement.close()
@@ -181,7 +182,7 @@ def assemble(
             config, leaves, named, stochastic=precision.rounding is Rounding.STOCHASTIC
         ),
         scaler=LossScaler() if precision.loss_scaling else None, findings=_find(module),
-        hooks=_wait_hooks(module, weights) if stage in (1, 2) else [],
+        waits=WeightWaits(module, layers, weights if stage in (1, 2) else []),
     )  # fmt: skip
 
 
@@ -377,22 +378,3 @@ def _find(module: nn.Module) -> dict[str, str]:
     for name, effect in found.items():
         warnings.warn(f"{name or 'the module'}: {effect}", stacklevel=5)
     return found
-
-
-def _wait_hooks(module: nn.Module, weights: list[ParameterBucket]) -> list[Any]:
-    """Before a layer runs, its buckets' gather must have ended."""
-    bucket_of = {id(p): w for w in weights for p in w.params}
-    hooks = []
-    for layer in module.modules():
-        mine = {id(w): w for p in layer.parameters(recurse=False) if (w := bucket_of.get(id(p))) is not None}
-        if mine:
-            hooks.append(layer.register_forward_pre_hook(_waiter(list(mine.values()))))
-    return hooks
-
-
-def _waiter(weights: list[ParameterBucket]) -> Callable[[nn.Module, Any], None]:
-    def wait(layer: nn.Module, args: Any) -> None:
-        for bucket in weights:
-            bucket.wait()
-
-    return wait

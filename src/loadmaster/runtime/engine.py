@@ -115,7 +115,7 @@ class Engine:
         """One optimizer step over this rank's micro-batches (there may be none).
 
         Raises:
-            RankFailure: this or another rank failed; the same on all.
+            RankFailure: this or another rank failed; the same on all (a process alone raises its error as it is).
             InvalidInput: the window is no list of micro-batches.
         """
         batches = check_window(window)
@@ -124,6 +124,8 @@ class Engine:
         except RankFailure:
             raise
         except Exception as error:
+            if self.assembly.communication is None:
+                raise  # nobody else has to hear of it
             failure = self.agreement.report(error)
             raise failure from (error if failure.rank == self.agreement.rank else None)
 
@@ -213,7 +215,8 @@ class Engine:
     def _finish(self, loss_sum: float, count: float, total: WindowCount, scale: float, clock: PhaseClock) -> StepResult:
         parts = self.assembly
         self.agreement.at(self.step_count, "norm")
-        rows = parts.exchange([sum_of_squares(parts.own_gradients()), loss_sum, count])
+        unused = float(parts.reducer.num_unused)
+        rows = parts.exchange([sum_of_squares(parts.own_gradients()), loss_sum, count, unused])
         squares = (
             math.fsum(row[0] for row in rows) / parts.gradient_copies if parts.stage else _same([r[0] for r in rows])
         )
@@ -222,8 +225,9 @@ class Engine:
         unscale = 1.0 / scale if total.count is not None else 1.0 / (scale * counted) if counted else 0.0
         norm = math.sqrt(squares) * unscale if math.isfinite(squares) else math.inf
         reason = self._why_skip(counted, squares, rows)
+        idle = self._unused_everywhere() if all(row[3] for row in rows) else set()
         if not reason:
-            self._update(unscale * clip_factor(norm, parts.config.max_grad_norm))
+            self._update(unscale * clip_factor(norm, parts.config.max_grad_norm), idle)
         if self.scaler and counted:
             self.scaler.update(overflow=bool(reason))
         clock.lap("optimizer")
@@ -242,14 +246,20 @@ class Engine:
             return f"the loss of rank {', '.join(lost)} is inf or nan"
         return "a gradient is inf or nan though every loss is finite"
 
-    def _update(self, factor: float) -> None:
+    def _unused_everywhere(self) -> set[str]:
+        """Parameters without a gradient on any rank; as in PyTorch the optimizer leaves them and their state alone."""
+        reducer = self.assembly.reducer
+        return reducer.unused_everywhere(self.assembly.exchange(reducer.used_words()))
+
+    def _update(self, factor: float, idle: set[str]) -> None:
         """Scale, step, write back, average, and send the new weights on their way."""
         parts = self.assembly
         if factor != 1.0:
             for gradient in parts.own_gradients():
                 gradient.mul_(factor)
         for leaf in parts.leaves:
-            leaf.take_gradient()
+            if leaf.range.name not in idle:
+                leaf.take_gradient()
         self.optimizer.step()
         for leaf in parts.leaves:
             leaf.drop_gradient()
@@ -283,7 +293,7 @@ class Engine:
         """Mean loss over all ranks' batches without a gradient; every rank gives equally many."""
         self.assembly.begin_window()
         sums = [self._forward(batch) for batch in batches]
-        self.assembly.after_backward()
+        self.assembly.wait_for_weights()
         rows = self.assembly.exchange([sum(float(s) for s, _ in sums), sum(float(c) for _, c in sums)])
         count = math.fsum(row[1] for row in rows)
         return math.fsum(row[0] for row in rows) / count if count else 0.0

@@ -81,14 +81,16 @@ def _optimizer_state(parts: Assembly, leaf: Leaf) -> dict[str, Tensor]:
 
 def _make_optimizer_state(parts: Assembly) -> None:
     """Optimizers make their state in the first step; take one with no gradient and no learning rate."""
-    if parts.optimizer.state:
-        return
     if isinstance(parts.optimizer, Blockwise):
-        parts.optimizer.initialise()
+        if not parts.optimizer.state:
+            parts.optimizer.initialise()
+        return
+    bare = [leaf for leaf in parts.leaves if not parts.optimizer.state.get(leaf.tensor)]
+    if not bare:
         return
     kept = [(group, group["lr"]) for group in parts.optimizer.param_groups]
-    before = [leaf.tensor.detach().clone() for leaf in parts.leaves]
-    for leaf in parts.leaves:
+    before = [leaf.tensor.detach().clone() for leaf in bare]
+    for leaf in bare:
         leaf.tensor.grad = torch.zeros_like(leaf.tensor)
     for group, _ in kept:
         group["lr"] = group["lr"] * 0
@@ -96,7 +98,7 @@ def _make_optimizer_state(parts: Assembly) -> None:
     for group, lr in kept:
         group["lr"] = lr
     with torch.no_grad():
-        for leaf, value in zip(parts.leaves, before, strict=True):
+        for leaf, value in zip(bare, before, strict=True):
             leaf.drop_gradient()
             leaf.tensor.copy_(value)
             for state in _optimizer_state(parts, leaf).values():

@@ -22,6 +22,8 @@ from loadmaster.runtime.ring import Collectives
 
 __all__ = ["BufferPool", "GradientBucket", "Reducer"]
 
+_BITS = 48  # of a word
+
 
 class BufferPool:
     """Recycles the transient flat buffers of stages 2 and 3, so that a step does not map fresh pages for each."""
@@ -71,6 +73,7 @@ class GradientBucket:
         self._rank = shard_rank
         device = params[0].device
         self.filled = [False] * len(params)
+        self.used = [False] * len(params)  # in this window
         self.pending = 0
         self.handle: Handle | None = None
         self.buffer: Tensor | None = None
@@ -108,7 +111,7 @@ class GradientBucket:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self.filled[index] = True
+        self.filled[index] = self.used[index] = True
 
     def seal(self) -> Tensor:
         """Zero what no gradient reached, and the padding of a borrowed buffer; returns what is to be reduced.
@@ -174,6 +177,26 @@ class Reducer:
             bucket.fresh = True
             bucket.handle = None
             bucket.filled = [False] * len(bucket.params)
+            bucket.used = [False] * len(bucket.params)
+
+    @property
+    def num_unused(self) -> int:
+        """Parameters that took no gradient on this rank in this window."""
+        return sum(not used for bucket in self.buckets for used in bucket.used)
+
+    def used_words(self) -> list[float]:
+        """Which parameters took a gradient here, a bit each, as whole numbers that fp64 holds exactly."""
+        bits = [used for bucket in self.buckets for used in bucket.used]
+        groups = [bits[i : i + _BITS] for i in range(0, len(bits), _BITS)]
+        return [float(sum(1 << k for k, bit in enumerate(group) if bit)) for group in groups]
+
+    def unused_everywhere(self, rows: Sequence[Sequence[float]]) -> set[str]:
+        """Names of parameters that no rank's `used_words` has."""
+        words = [0] * len(rows[0])
+        for row in rows:
+            words = [word | int(other) for word, other in zip(words, row, strict=True)]
+        names = [entry.name for bucket in self.buckets for entry in bucket.table.entries]
+        return {name for i, name in enumerate(names) if not words[i // _BITS] >> (i % _BITS) & 1}
 
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
         """Prepare for one micro-batch; `reduce` its buckets as they fill, `last` one of the window."""
@@ -200,7 +223,7 @@ class Reducer:
         return hook
 
     def _make_room(self, bucket: GradientBucket) -> None:
-        """Hold at most three borrowed buffers: the one being filled and two under way."""
+        """Hold at most two borrowed buffers: the one being filled and one under way."""
         if bucket.buffer is None:
             self._running = [h for h in self._running if not h.done]
             while len(self._running) > 1:
