@@ -136,3 +136,21 @@ def test_constants_say_where_they_come_from() -> None:
     fitted = Calibration.of("a100-sxm-80gb", "megatron-deepspeed")
     assert "vtrain_a100" in fitted.source
     assert Calibration.of("no such device", "no such stack").source.startswith("no run")
+
+
+def test_a_vision_model_is_priced_by_its_patches_whatever_the_workload_says() -> None:
+    vit, stack, layout = lm.Model.from_hf("google/vit-base-patch16-224"), lm.Stack.named("loadmaster"), lm.Layout()
+    times = [
+        sum(time_terms(vit, CLUSTER, lm.Workload(global_batch_size=256, seq_len=s), layout, stack).values())
+        for s in (1, 4096)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=1e-9)
+
+
+def test_buckets_and_an_update_on_the_host_cost_time() -> None:
+    small, large = (
+        seconds(lm.Layout(dp_replicate=64, bucket_bytes=b), stack="loadmaster") for b in (1 << 16, 64 << 20)
+    )
+    assert small > large  # a start-up each
+    away, here = (seconds(lm.Layout(dp_shard=64, zero=1, offload_optimizer=o)) for o in (True, False))
+    assert away > here

@@ -114,13 +114,13 @@ class Calibration:
     source: str = ""
 
     @staticmethod
-    def of(device: str, stack: str) -> Calibration:
-        """Constants for a device under a stack.
+    def of(device: str, stack: str, *, measured: bool = False) -> Calibration:
+        """Constants for a device under a stack; `measured`: its rates are what it reached, not what it might.
 
         >>> Calibration.of("a100-sxm-80gb", "megatron-deepspeed").gemm_efficiency
         0.88
         """
-        return _resolve(device, stack)
+        return _resolve(device, stack, measured)
 
     @staticmethod
     def reread() -> None:
@@ -143,11 +143,11 @@ def _tables() -> dict[str, Any]:
 
 
 @cache
-def _resolve(device: str, stack: str) -> Calibration:
+def _resolve(device: str, stack: str, measured: bool) -> Calibration:
     tables = _tables()
     layers = [
         tables["default"], tables["device"].get(device, {}), tables["stack"].get(stack, {}),
-        tables["pair"].get(f"{stack}@{device}", {}),
+        tables["pair"].get(f"{stack}@{device}", {}), tables["measured"] if measured else {},
     ]  # fmt: skip
     known = {f.name for f in fields(Calibration)}
     return Calibration(**{k: v for table in layers for k, v in table.items() if k in known})

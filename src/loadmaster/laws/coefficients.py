@@ -58,6 +58,7 @@ class BlockCoefficients:
         split_params, whole_params: parameters that tp divides, that it does not; expert_params: of experts, which ep
             divides, and expert_split_params those of them that tp divides too.
         width: of the stream; top_k: experts a token visits.
+        tokens: a sample that it sees, where the workload does not say (a ViT's patches, Whisper's frames), or 0.
     """
 
     products: tuple[Product, ...]
@@ -74,6 +75,11 @@ class BlockCoefficients:
     expert_split_params: int
     width: int
     top_k: int
+    tokens: int = 0
+
+    def seq_len(self, workload_seq_len: int) -> int:
+        """Tokens a sample that it sees."""
+        return self.tokens or workload_seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +113,11 @@ def coefficients(model: Model) -> ModelCoefficients:
             distinct.append(block)
             index = len(distinct) - 1
         counts.setdefault(index, []).append(repeat)
-    blocks = tuple((block_coefficients(b), sum(counts[i])) for i, b in enumerate(distinct))
+    blocks = tuple((block_coefficients(b, model.seq_len_of(b, 0)), sum(counts[i])) for i, b in enumerate(distinct))
     tied = sum(w.numel for w in model.head.weights if w.tied_to)
     made = ModelCoefficients(
-        blocks=blocks, embedding=block_coefficients(model.embedding), head=block_coefficients(model.head),
+        blocks=blocks, embedding=block_coefficients(model.embedding, model.seq_len_of(model.embedding, 0)),
+        head=block_coefficients(model.head, model.seq_len_of(model.head, 0)),
         num_layers=model.num_layers, vocab_size=model.vocab_size, tied_params=tied,
     )  # fmt: skip
     if len(_KEPT) > 64:
@@ -119,8 +126,8 @@ def coefficients(model: Model) -> ModelCoefficients:
     return made
 
 
-def block_coefficients(block: Block) -> BlockCoefficients:
-    """Walk the op table once."""
+def block_coefficients(block: Block, tokens: int = 0) -> BlockCoefficients:
+    """Walk the op table once; `tokens` a sample where the model fixes them."""
     products = tuple(p for op in block.ops if op.kind is not OpKind.EMBEDDING for p in _products(block, op))
     columns = {op.inputs[0] for op in block.ops for p in _products(block, op) if p.split == "column"}
     stream, split = _small_op_elements(block)
@@ -140,6 +147,7 @@ def block_coefficients(block: Block) -> BlockCoefficients:
         expert_split_params=sum(w.num_params for w in experts if w.split is Split.TP),
         width=block.value(block.output).width if block.values else 0,
         top_k=max((p.top_k for p in products), default=1),
+        tokens=tokens,
     )  # fmt: skip
 
 

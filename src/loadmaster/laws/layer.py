@@ -48,7 +48,7 @@ class Machine:
     @staticmethod
     def of(cluster: Cluster, stack: Stack, precision: str, constants: Calibration | None = None) -> Machine:
         """Resolve the constants; a device without a known peak is taken at its fp32 or a nominal rate."""
-        found = constants or Calibration.of(cluster.device.name, stack.name)
+        found = constants or Calibration.of(cluster.device.name, stack.name, measured=cluster.device.measured)
         dtypes = stack.precision(precision)
         peak = cluster.device.peak(dtypes.compute) or cluster.device.peak("fp16") or cluster.device.peak("fp32") or 1e12
         low = cluster.device.peak(dtypes.matmul) if dtypes.matmul else None
@@ -90,7 +90,7 @@ class LayerTimes:
 
 def layer_times(block: BlockCoefficients, machine: Machine, workload: Workload, layout: Any) -> LayerTimes:
     """Price one block for the layout's columns."""
-    c, seq = machine.constants, workload.seq_len
+    c, seq = machine.constants, block.seq_len(workload.seq_len)
     tokens = layout.micro_batch_size * seq / layout.cp
     trains = workload.frozen == "none"
     forward = backward = 0.0

@@ -81,10 +81,10 @@ def gradient_seconds(
 
     scatter, gather = once(dense * grad, expert * grad), once(dense * weight, expert * weight)
     replica_ring = ring_bandwidth(machine, replicas, stride * shards)
-    part = np.where(full.zero > 0, shards, 1)
-    replica = np.where(
-        replicas > 1, 2.0 * (replicas - 1) / replicas * (dense + expert) / part * grad / replica_ring, 0.0
-    )
+    part = (dense + expert) / np.where(full.zero > 0, shards, 1) * grad
+    replica = np.where(replicas > 1, 2.0 * (replicas - 1) / replicas * part / replica_ring, 0.0)
+    each, last_replica = _buckets(machine, full, part, replica, replicas * stride * shards)
+    replica = np.where(replicas > 1, replica + each, 0.0)
     # ZeRO-3 gathers for the forward and again for the backward and scatters, every micro-batch, beside the compute
     hidden = c.gather_overlap
     whole_window = machine.stack.retains_unsharded & ~np.asarray(full.reduce_each_micro_batch, dtype=bool)
@@ -97,16 +97,44 @@ def gradient_seconds(
     often = np.where((full.zero == 2) & full.reduce_each_micro_batch, m, 1.0)
     plain = np.where(full.zero > 0, often * scatter + gather, scatter + once(dense * grad, expert * grad))
     beside = np.where(full.zero > 0, c.dp_overlap_sharded, c.dp_overlap) * whole_step.backward
-    exposed = np.maximum(plain - beside, 0.0)
+    each, last_bucket = _buckets(machine, full, (dense + expert) * grad, plain, shards * stride)
+    exposed = np.maximum(plain + each - beside, last_bucket)
     nodes = full.tp * full.cp * full.pp * full.dp_replicate * full.dp_shard / cluster.devices_per_node
     noise = np.where((nodes > 1) & (shards * replicas > 1), c.dp_noise * (nodes / 64.0) ** 4, 0.0)
     axis = np.where(shards > 1, np.where(full.zero == 3, sharded, exposed), 0.0)
     owned = (dense + expert) / np.where(full.zero > 0, shards, 1)
-    moments = np.where(full.optimizer_bits == 8, 2.0, 8.0)
-    update = owned * (2.0 * moments + 2.0 * BYTES[precision.master or precision.param] + grad + weight)
     return {
         "communication/dp_shard": axis + noise,
-        "communication/dp_replicate": np.maximum(replica - np.where(shards > 1, 0.0, beside), 0.0),
+        "communication/dp_replicate": np.where(
+            replicas > 1, np.maximum(replica - np.where(shards > 1, 0.0, beside), last_replica), 0.0
+        ),
         "accumulate": m * c.accumulate_bytes * (dense + expert) / machine.bandwidth,
-        "optimizer": update / machine.bandwidth + c.update_floor,
+        "optimizer": _update(machine, full, owned) + c.update_floor,
     }
+
+
+def _buckets(machine: Machine, full: Any, num_bytes: Array, seconds: Array, span: Array) -> tuple[Array, Array]:
+    """What cutting a reduction into buckets adds (a start-up each), and the last bucket, which nothing hides.
+
+    A stack that reduces after its last backward sends everything at once.
+    """
+    if not machine.stack.overlaps_gradient_reduction:
+        return 0.0, 0.0
+    cluster = machine.cluster
+    alpha = np.where(span <= cluster.fast_domain, cluster.intra_node.latency, cluster.inter_node.latency)
+    count = np.maximum(1.0, np.ceil(num_bytes / full.bucket_bytes))
+    return count * alpha, seconds / count + alpha
+
+
+# host side of an offloaded update: PCIe 4 x16 as reached, and a rank's share of the host's memory bandwidth
+_PCIE, _HOST_MEMORY = 25e9, 25e9
+
+
+def _update(machine: Machine, full: Any, owned: Array) -> Array:
+    """The optimizer reads and writes masters and moments; offloaded, it does so on the host across PCIe."""
+    precision = machine.precision
+    moments = np.where(full.optimizer_bits == 8, 2.0, 8.0)
+    states = owned * (2.0 * moments + 2.0 * BYTES[precision.master or precision.param])
+    carried = owned * (BYTES[precision.reduce] + BYTES[precision.compute])
+    away = carried / _PCIE + states / _HOST_MEMORY
+    return np.where(full.offload_optimizer, away, (states + carried) / machine.bandwidth)

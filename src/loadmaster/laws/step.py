@@ -79,7 +79,7 @@ def step_interval(
 
     The upper one allows for the stall per micro-batch that runs of a stack with stages on several nodes may show.
     """
-    c = Calibration.of(cluster.device.name, stack.name)
+    c = Calibration.of(cluster.device.name, stack.name, measured=cluster.device.measured)
     dp = layout.dp_replicate * layout.dp_shard
     micro_batches = workload.global_batch_size / (dp * layout.micro_batch_size)
     world = layout.tp * layout.cp * layout.pp * dp
@@ -124,7 +124,7 @@ def _beat(numbers: ModelCoefficients, machine: Machine, workload: Workload, full
 def _ends(numbers: ModelCoefficients, machine: Machine, workload: Workload, small: Columns) -> tuple[Array, ...]:
     """Embedding, head forward, head backward, head's collectives: loss traffic rides on the logits."""
     c, t = machine.constants, small.tp
-    tokens = small.micro_batch_size * workload.seq_len / small.cp
+    tokens = small.micro_batch_size * numbers.head.seq_len(workload.seq_len) / small.cp
     splits = t if machine.stack.splits_vocab else 1
     embedding = 3.0 * machine.element * tokens * numbers.embedding.width / machine.bandwidth
     inner = sum(p.rows * p.d_in * p.d_out for p in numbers.head.products)
