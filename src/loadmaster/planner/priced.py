@@ -59,9 +59,13 @@ class Priced:
         """Rows within the usable bytes."""
         return self.bytes <= self.usable
 
-    def best(self, count: int) -> NDArray[np.int64]:
-        """The fastest rows that fit, best first; of those within `TIE` of the fastest, the simplest first."""
-        rows = np.flatnonzero(self.fits)
+    def best(self, count: int, *, margin: float = 0.0) -> NDArray[np.int64]:
+        """The fastest rows that fit, best first; of those within `TIE` of the fastest, the simplest first.
+
+        Args:
+            margin: share of the usable bytes by which a row may exceed them.
+        """
+        rows = np.flatnonzero(self.bytes <= (1 + margin) * self.usable)
         if not len(rows):
             return rows
         ties = rows[self.seconds[rows] <= (1 + TIE) * self.seconds[rows].min()]

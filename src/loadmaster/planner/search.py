@@ -25,6 +25,7 @@ from loadmaster.program.dimensions import Dimensions
 
 __all__ = ["Plan", "PlanResult", "ability_of", "plan", "usual_precision"]
 
+NEAR = 0.03  # share by which the closed form of memory may be above the count of the tables
 REPLAYED = 8  # of these, pipelines played action by action
 REFINED = 24  # of the best, priced once more one by one, by replay where the laws replay
 
@@ -122,16 +123,15 @@ def plan(
     considered = int((~legal).sum())
     if not legal.any():
         raise _nothing_legal(rejections)
-    priced = None
     for bits in passes:
         groups = expand(whole.take(legal), dims, ability, optimizer_bits=bits, precision=dtypes)
         priced = price_space(model, cluster, workload, chosen, dims, groups, max_risk=max_risk)
         considered += len(priced)
-        if priced.fits.any():
+        plans = _refined(priced, model, cluster, workload, chosen, max(REFINED, count))
+        if plans:
             break
-    assert priced is not None
     return _result(
-        priced, model=model, cluster=cluster, workload=workload, chosen=chosen, rejections=rejections,
+        priced, plans, model=model, cluster=cluster, workload=workload, chosen=chosen, rejections=rejections,
         considered=considered, count=count, started=started, bits=bits,
     )  # fmt: skip
 
@@ -191,16 +191,29 @@ def _ranked(costs: Sequence[Cost], stack: Stack) -> list[Cost]:
     return [costs[place] for place in sorted(range(len(costs)), key=key)]
 
 
+def _refined(
+    priced: Priced, model: Model, cluster: Cluster, workload: Workload, stack: Stack, count: int
+) -> list[Cost]:
+    """The best rows priced one by one, where a law may count tables and not a closed form; those that fit, ranked."""
+    found: list[Cost] = []
+    for row in priced.best(4 * count, margin=NEAR):
+        cost = price(model, cluster, workload, priced.layout(int(row)), stack=stack)
+        if cost.memory.total <= priced.usable:
+            found.append(cost)
+        if len(found) == count:
+            break
+    return _ranked(found, stack)
+
+
 def _result(
-    priced: Priced, *, model: Model, cluster: Cluster, workload: Workload, chosen: Stack,
+    priced: Priced, plans: Sequence[Cost], *, model: Model, cluster: Cluster, workload: Workload, chosen: Stack,
     rejections: Sequence[Rejection], considered: int, count: int, started: float, bits: Sequence[int],
 ) -> PlanResult:  # fmt: skip
-    """Refine the best, explain the refused."""
+    """Gather what was found, explain the refused."""
 
     def cost(row: Any) -> Cost:
         return price(model, cluster, workload, priced.layout(int(row)), stack=chosen)
 
-    plans = _ranked([cost(row) for row in priced.best(max(REFINED, count))], chosen)
     fitting = [c.layout for c in plans]
     too_large = refuse_too_large([cost(row) for row in priced.best_refused(4)], priced.usable, fitting)
     least = int(np.argmin(priced.bytes)) if len(priced) else None
