@@ -7,6 +7,7 @@ from loadmaster.describe.model import Model
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
 from loadmaster.program.lower import lower
+from loadmaster.program.shards import fullest_rank, owned_elements
 
 MODEL = Model.from_hf("gpt2")
 WORK = Workload(global_batch_size=16, seq_len=128)
@@ -36,3 +37,13 @@ def test_everything_is_placed_once(layout: Layout) -> None:
 def test_an_illegal_layout_is_not_lowered() -> None:
     with pytest.raises(InvalidInput, match="12 layers"):
         lower(MODEL, WORK, Layout(pp=16))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7, 16, 64])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_fullest_rank_owns_most(shards: int, zero: int) -> None:
+    buckets = [b for b in lower(MODEL, Workload(global_batch_size=shards, seq_len=8), Layout(dp_shard=shards, zero=zero)
+                                ).buckets if b.trainable]  # fmt: skip
+    own = [owned_elements(buckets, rank) for rank in range(shards)]
+    assert own[fullest_rank(buckets, shards)] == max(own)
+    assert own.index(max(own)) == fullest_rank(buckets, shards)

@@ -23,7 +23,7 @@ from loadmaster.program.buckets import Bucket, buckets_of, stage_in_force
 from loadmaster.program.codebook import looks_like_embedding
 from loadmaster.program.params import EMBEDDING, HEAD, ParameterTable
 from loadmaster.program.ring import pieces
-from loadmaster.program.shards import Range, owned_elements, owned_ranges, whole_ranges
+from loadmaster.program.shards import Range, fullest_rank, owned_ranges, whole_ranges
 from loadmaster.program.window import reduces_each
 
 __all__ = ["held_terms", "pool_elements"]
@@ -40,7 +40,7 @@ def held_terms(model: Model | ParameterTable, workload: Workload, layout: Layout
     table = model if isinstance(model, ParameterTable) else ParameterTable.from_model(model)
     buckets, precision = buckets_of(table, layout), Precision.named(layout.precision)
     trained, count = [b for b in buckets if b.trainable], layout.num_micro_batches(workload)
-    rank = max(range(layout.dp_shard), key=lambda r: owned_elements(trained, r))
+    rank = fullest_rank(trained, layout.dp_shard)
     terms = {
         "parameters": _parameters(table, buckets, layout) * BYTES[precision.param],
         "gradients": _gradients(trained, layout) * BYTES[precision.grad],
@@ -137,7 +137,7 @@ def _scratch(trained: Sequence[Bucket], layout: Layout) -> int:
         if ranks > 1 and chunks:
             longest = max(
                 high - low
-                for chunk in chunks
+                for chunk in set(chunks)
                 for low, high in pieces(chunk, ranks, layout.bucket_bytes, max(wire, held))
             )
             total += 2 * (ranks - 1) * longest * wire
