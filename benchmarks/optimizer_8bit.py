@@ -110,6 +110,9 @@ def speed(repeats: int, others: bool) -> list[dict]:
             "state_bytes_per_parameter": state_bytes(optimizer) / count, "coded": coded_bytes(optimizer),
             "extra_memory_percent_of_parameters": 100 * extra / (4 * count),
         })  # fmt: skip
+        print(
+            f"{name}: {rows[-1]['ms']:.0f} ms, {rows[-1]['ratio_to_fused']:.3f} of fused", file=sys.stderr, flush=True
+        )
         if optimizer is not baseline:
             del optimizer
             gc.collect()

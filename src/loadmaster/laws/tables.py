@@ -28,6 +28,8 @@ from loadmaster.program.window import reduces_each
 
 __all__ = ["held_terms", "pool_elements"]
 
+_TRIED = 64  # ranks whose 8-bit state is counted one by one
+
 
 def held_terms(model: Model | ParameterTable, workload: Workload, layout: Layout) -> dict[str, int]:
     """Bytes by term that the fullest data rank holds between two steps.
@@ -41,6 +43,9 @@ def held_terms(model: Model | ParameterTable, workload: Workload, layout: Layout
     buckets, precision = buckets_of(table, layout), Precision.named(layout.precision)
     trained, count = [b for b in buckets if b.trainable], layout.num_micro_batches(workload)
     rank = fullest_rank(trained, layout.dp_shard)
+    if layout.optimizer_bits == 8 and layout.dp_shard <= _TRIED:
+        sizes = [sum(_optimizer(table, trained, r, workload, layout).values()) for r in range(layout.dp_shard)]
+        rank = sizes.index(max(sizes))  # whoever owns embeddings keeps 4 bytes of each element's moments
     terms = {
         "parameters": _parameters(table, buckets, layout) * BYTES[precision.param],
         "gradients": _gradients(trained, layout) * BYTES[precision.grad],
