@@ -36,6 +36,8 @@ def _adapters(row: Row) -> dict[str, Any]:
     mode, notes = row.get("train_mode", ""), row.get("notes", "")
     if mode in ("pretrain", "full_ft", ""):
         return {}
+    if "lora(emb)" in notes or "embedding and output layer trainable" in notes:
+        raise InvalidInput("row.notes", "lora(emb)", "trains whole embeddings beside adapters", "give plain adapters")
     rank = re.search(r"\br ?= ?(\d+)|rank ?=? ?(\d+)", notes)
     if mode not in ("lora", "qlora") or rank is None:
         raise InvalidInput("row.train_mode", mode, "does not say the adapters' rank", "give a full run, or r=16")
@@ -162,6 +164,8 @@ def _precision(row: Row) -> str:
     text = row.get("precision", "").lower()
     if "fp32 sharded master params" in row.get("notes", ""):
         return "bf16-mixed"  # FSDP under accelerate's mixed precision: the shards are fp32
+    if row.get("train_mode") in ("lora", "qlora") and text.startswith("bf16"):
+        return "bf16"  # a frozen base is loaded in half precision
     for pattern, name in _PRECISIONS:
         if re.search(pattern, text) and name:
             return name

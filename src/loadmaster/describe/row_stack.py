@@ -48,6 +48,8 @@ def row_stack(row: Row) -> Stack:
     name = next((stack for word, stack in _FRAMEWORKS if word in text), None)
     if name is None:
         raise InvalidInput("row.framework", row.get("framework", ""), "is no known stack", "name a known framework")
+    if name == "accelerate" and re.search(r"zero-?[123]|deepspeed", row.get("sharding", "").lower()):
+        name = "deepspeed"  # Trainer hands ZeRO to DeepSpeed
     stack = Stack.named(name)
     changes: dict[str, Any] = {}
     # that release found no fused kernel for attention with dropout, the tests' default

@@ -218,7 +218,7 @@ class Stack:
         splits_vocab: tensor parallelism divides logits; splits_embedding: and the embedding's table.
         shards_over_cp: shards are taken over dp_shard * cp ranks.
         padded_vocab: vocabulary padded to a multiple of this times tp (0: as is).
-        buckets: (how many, elements each) of the gradients' dtype, held for reductions and gathers.
+        buckets: (how many, elements each) of the gradients' dtype, held for ZeRO's reductions and gathers.
         borrows_gradients: from stage 2 on whole gradients exist bucket by bucket, in buffers that come back.
         copies_views: a view of part of a wider value is copied before it is kept, so that the rest can go.
         head_streams: whole copies of the stream around the head's backward.

@@ -112,7 +112,7 @@ def whole_state(run: Run, params: Held, placement: Placement) -> Terms:
         terms["gradients"] = where(retained, greater(whole, terms["gradients"]), terms["gradients"])
     number, size = run.stack.buckets
     if number:
-        held = lesser(trained.total, size) * number * BYTES[run.precision.grad]
+        held = lesser(trained.total, size) * number * BYTES[run.precision.grad] * where(run.layout.zero >= 1, 1, 0)
         terms["buffers/buckets"] = terms.get("buffers/buckets", 0) + held
     terms |= borrowed_terms(run, params, placement)
     terms["buffers/workspace"] = _workspace(run)

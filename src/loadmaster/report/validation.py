@@ -149,10 +149,10 @@ def _measured(peak: Peak, kind: MemoryKind) -> float:
     match kind:
         case MemoryKind.ALLOCATED:
             return float(peak.allocated)
-        case MemoryKind.DEVICE:
-            return float(peak.total)
-        case _:
+        case MemoryKind.RESERVED:
             return float(peak.reserved)
+        case _:  # nvidia-smi, or unsaid: what a table without a kind was most likely read from
+            return float(peak.total)
 
 
 def _mfu(run: Described, seconds: float) -> float | None:

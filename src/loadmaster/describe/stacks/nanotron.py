@@ -47,7 +47,7 @@ STACK = Stack(
             copies=((1, (10, 18, 21, 22)), (2, (12, 3, 0, 0)), (4, (22, 15, 13, 13)), (8, (16, 19, 22, 20))), single=7.5
         ),
         fixed=150 * MIB,
-        sigma=0.088,
+        sigma=0.09,
     ),
     overlaps_gradient_reduction=False,
     overlaps_parameter_gather=False,

@@ -20,6 +20,6 @@ STACK = replace(
     splits_vocab=True,
     splits_embedding=True,
     selective_matmuls=True,
-    allocator=Allocator(activations=0.01, streams=7, fixed=64 * MIB, sigma=0.13, sigma_allocated=0.08),
+    allocator=Allocator(activations=0.01, streams=7, fixed=64 * MIB, sigma=0.06, sigma_allocated=0.06),
     sources=(TITAN, "pytorch/torchtitan torchtitan/distributed/activation_checkpoint.py"),
 )
