@@ -269,3 +269,24 @@ def test_the_command_on_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
             main(["audit", str(tmp_path / "plan.toml"), *bad])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_command_on_a_factory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from loadmaster.cli.main import main
+
+    (tmp_path / "halves.py").write_text(
+        "import torch\n"
+        "def half():\n"
+        "    module = torch.nn.Linear(4, 4).half()\n"
+        "    optimizer = torch.optim.Adam(module.parameters(), lr=0.0, eps=1e-8)\n"
+        "    return module, torch.ones(2, 4).half(), optimizer\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", "halves:half", "--json", "--precision", "fp16-mixed", "--init-scale", "1e9"])
+    assert ended.value.code == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["findings"][0]["code"] == "epsilon_underflow"
+    assert "skipped_steps" in {f["code"] for f in found["findings"]}

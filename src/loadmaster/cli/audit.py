@@ -25,6 +25,7 @@ def command(
     precision: Annotated[str | None, typer.Option(help="Precision to judge; the plan's where not given.")] = None,
     lr: Annotated[float, typer.Option(help="Learning rate of the steps.")] = 3e-4,
     eps: Annotated[float, typer.Option(help="Adam's epsilon.")] = 1e-8,
+    init_scale: Annotated[float, typer.Option(help="First scale of dynamic loss scaling.")] = 2.0**16,
     seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -39,7 +40,7 @@ def command(
 
     found = audit_plan(
         target, steps=steps, seq_len=seq, batch_size=batch, layers=layers, data=data, seed=seed, precision=precision,
-        lr=lr, eps=eps,
+        lr=lr, eps=eps, init_scale=init_scale,
     )  # fmt: skip
     if as_json:
         print(json.dumps(found.to_json()))

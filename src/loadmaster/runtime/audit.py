@@ -128,7 +128,10 @@ def audit(
     if not isinstance(target, nn.Module):
         from loadmaster.runtime.audit_plan import audit_plan
 
-        return audit_plan(target, steps=steps, lr=lr, eps=eps, weight_decay=weight_decay, **plan_options)
+        return audit_plan(
+            target, steps=steps, precision=precision, lr=lr, eps=eps, weight_decay=weight_decay, init_scale=init_scale,
+            **plan_options,
+        )  # fmt: skip
     from loadmaster.runtime.audit_rules import find, recommend
 
     wanted = Precision.named(precision) if isinstance(precision, str) else precision or Precision.named("bf16-mixed")

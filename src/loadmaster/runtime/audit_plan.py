@@ -29,26 +29,29 @@ LAYER_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 def audit_plan(
     target: str | PathLike[str], *, steps: int = 3, seq_len: int | None = None, batch_size: int | None = None,
-    layers: int | None = None, data: str | None = None, seed: int = 0, precision: str | None = None, lr: float = 3e-4,
-    eps: float = 1e-8, weight_decay: float = 0.01,
+    layers: int | None = None, data: str | None = None, seed: int = 0, precision: Precision | str | None = None,
+    lr: float = 3e-4, eps: float = 1e-8, weight_decay: float = 0.01, init_scale: float = 2.0**16,
 ) -> Audit:  # fmt: skip
     """Audit a plan file, or ``package.module:factory``.
 
     Args:
-        target: the plan, or a factory that returns a module, or a module and its batches.
+        target: the plan, or a factory that returns a module, or a module, its batches and (perhaps) its optimizer.
         seq_len, batch_size: of the audited steps; the plan's (at most 512 tokens, 4 sequences) where None.
         layers: audit a model of this many layers instead of the plan's.
         data: text to audit on (as `train` takes it); random tokens where None.
-        precision: instead of the plan's.
+        precision: instead of the plan's. init_scale: of dynamic loss scaling.
     """
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"steps": steps, "lr": lr, "eps": eps, "weight_decay": weight_decay}
+    options: dict[str, Any] = {
+        "steps": steps, "lr": lr, "eps": eps, "weight_decay": weight_decay, "init_scale": init_scale,
+    }  # fmt: skip
     if _is_factory(target):
-        module, batches = _made(str(target), seq_len or 128, batch_size or 2, data, seed)
-        return audit(module, batches, precision=precision or "bf16-mixed", **options)
+        module, batches, optimizer = _made(str(target), seq_len or 128, batch_size or 2, data, seed)
+        return audit(module, batches, precision=precision or "bf16-mixed", optimizer=optimizer, **options)
     plan = PlanFile.load(target)
     name = precision or plan.layout.precision
-    Precision.named(name)
+    if isinstance(name, str):
+        Precision.named(name)
     seq_len = seq_len or min(plan.workload.seq_len, 512)
     batch_size = batch_size or min(plan.workload.global_batch_size, 4)
     config = None if plan.config is None else short_config(dict(plan.config), layers)
@@ -128,8 +131,8 @@ def _batches(
 
 def _made(
     factory: str, seq_len: int, batch_size: int, data: str | None, seed: int
-) -> tuple[nn.Module, Sequence[Batch]]:
-    """What a factory returns: a module, or (module, batch) or (module, [batches])."""
+) -> tuple[nn.Module, Sequence[Batch], torch.optim.Optimizer | None]:
+    """What a factory returns: a module, or (module, batch), or (module, [batches]), an optimizer as a third or not."""
     name, _, attribute = factory.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -139,8 +142,8 @@ def _made(
     finally:
         sys.path.remove(os.getcwd())
     if isinstance(made, nn.Module):
-        return made, _batches(made, seq_len, batch_size, 3, data, seed)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made, _batches(made, seq_len, batch_size, 3, data, seed), None
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         single = isinstance(made[1], dict | Tensor)
-        return made[0], [made[1]] if single else list(made[1])
+        return made[0], [made[1]] if single else list(made[1]), made[2] if len(made) == 3 else None
     raise InvalidInput("model", factory, "returned no module", "return a module, or a module and its batches")
