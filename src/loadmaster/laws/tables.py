@@ -22,7 +22,7 @@ from loadmaster.laws.quantisation import state_terms
 from loadmaster.program.buckets import Bucket, buckets_of, stage_in_force
 from loadmaster.program.codebook import looks_like_embedding
 from loadmaster.program.params import EMBEDDING, HEAD, ParameterTable
-from loadmaster.program.ring import pieces
+from loadmaster.program.ring import piece_elements
 from loadmaster.program.shards import Range, fullest_rank, owned_ranges, whole_ranges
 from loadmaster.program.window import reduces_each
 
@@ -140,10 +140,6 @@ def _scratch(trained: Sequence[Bucket], layout: Layout) -> int:
         (layout.dp_replicate, [size // layout.dp_replicate for size in sizes]),
     ):
         if ranks > 1 and chunks:
-            longest = max(
-                high - low
-                for chunk in set(chunks)
-                for low, high in pieces(chunk, ranks, layout.bucket_bytes, max(wire, held))
-            )
+            longest = min(max(chunks), piece_elements(ranks, layout.bucket_bytes, max(wire, held)))
             total += 2 * (ranks - 1) * longest * wire
     return total

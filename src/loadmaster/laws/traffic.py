@@ -30,7 +30,7 @@ from loadmaster.describe.workload import Workload
 from loadmaster.ledger import Ledger
 from loadmaster.program.buckets import Bucket, buckets_of, stage_in_force
 from loadmaster.program.params import EMBEDDING, ParameterTable
-from loadmaster.program.ring import Algorithm, pieces
+from loadmaster.program.ring import Algorithm, piece_elements
 from loadmaster.program.window import reductions
 
 __all__ = ["Traffic", "data_traffic", "traffic_terms"]
@@ -110,7 +110,7 @@ def data_traffic(
 def _scatter(sums: _Sums, term: str, n: int, elements: int, wire: int, held: int, piece: int, times: int) -> None:
     """`times` reduce-scatters; piece 0 stands for the backend's own."""
     chunk = elements // n
-    cuts = len(pieces(chunk, n, piece, max(wire, held))) if piece else 1
+    cuts = -(-chunk // piece_elements(n, piece, max(wire, held))) if piece else 1
     trips = 2 if sums.gloo_backend else 1
     sums.add(term, times * trips * (n - 1) * chunk * wire, times * trips * (n - 1) * cuts)
 
@@ -118,7 +118,7 @@ def _scatter(sums: _Sums, term: str, n: int, elements: int, wire: int, held: int
 def _all_reduce(sums: _Sums, n: int, elements: int, wire: int, held: int, piece: int) -> None:
     """A reduce-scatter on the wire's dtype and an all-gather of the result as held; the backend's both on the wire."""
     chunk, term = elements // n, "dp_replicate/all_reduce"
-    cuts = len(pieces(chunk, n, piece, max(wire, held))) if piece else 1
+    cuts = -(-chunk // piece_elements(n, piece, max(wire, held))) if piece else 1
     sums.add(term, (n - 1) * chunk * wire, (n - 1) * cuts)
     sums.add(term, (n - 1) * chunk * (held if piece else wire), n - 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from loadmaster.describe.model import Model
 from loadmaster.describe.op import Split
@@ -69,25 +70,7 @@ class ParameterTable:
         >>> ParameterTable.from_model(lm.Model.from_hf("gpt2")).num_params    # doctest: +SKIP
         124439808
         """
-        rows: list[Parameter] = []
-        first = 0
-        for kind, (block, repeat) in _kinds(model):
-            for i in range(repeat):
-                layer = first + i if kind == "block" else (EMBEDDING if kind == "embedding" else HEAD)
-                for weight in block.weights:
-                    name = block.prefix.format(block.first_index + i) + weight.name
-                    shape = list(weight.shape)
-                    if weight.split is Split.TP:
-                        shape[weight.split_dim] = -(-shape[weight.split_dim] // tp)
-                    full = (weight.num_experts, *shape) if weight.stacked else tuple(shape)
-                    copies = 1 if weight.stacked else weight.num_experts
-                    names = [name.replace("*", str(e)) for e in range(copies)] if copies > 1 else [name]
-                    rows += [
-                        Parameter(name=n, shape=full, layer=layer, trainable=weight.trainable, tied_to=weight.tied_to)
-                        for n in names
-                    ]
-            first += repeat if kind == "block" else 0
-        return cls(tuple(rows))
+        return _from_model(model, tp)
 
     @property
     def stored(self) -> tuple[Parameter, ...]:
@@ -108,6 +91,30 @@ class ParameterTable:
     def num_trainable_params(self) -> int:
         """Elements that take a gradient."""
         return sum(row.numel for row in self.trained)
+
+
+@lru_cache(maxsize=8)
+def _from_model(model: Model, tp: int) -> ParameterTable:
+    """The table, made once: pricing a layout and its neighbours asks for the same one many times."""
+    rows: list[Parameter] = []
+    first = 0
+    for kind, (block, repeat) in _kinds(model):
+        for i in range(repeat):
+            layer = first + i if kind == "block" else (EMBEDDING if kind == "embedding" else HEAD)
+            for weight in block.weights:
+                name = block.prefix.format(block.first_index + i) + weight.name
+                shape = list(weight.shape)
+                if weight.split is Split.TP:
+                    shape[weight.split_dim] = -(-shape[weight.split_dim] // tp)
+                full = (weight.num_experts, *shape) if weight.stacked else tuple(shape)
+                copies = 1 if weight.stacked else weight.num_experts
+                names = [name.replace("*", str(e)) for e in range(copies)] if copies > 1 else [name]
+                rows += [
+                    Parameter(name=n, shape=full, layer=layer, trainable=weight.trainable, tied_to=weight.tied_to)
+                    for n in names
+                ]
+        first += repeat if kind == "block" else 0
+    return ParameterTable(tuple(rows))
 
 
 def _kinds(model: Model) -> list[tuple[str, tuple]]:  # type: ignore[type-arg]

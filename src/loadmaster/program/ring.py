@@ -90,8 +90,17 @@ def pieces(chunk: int, num_ranks: int, piece_bytes: int, element_bytes: int) -> 
     >>> pieces(1000, 2, 4096, 4)
     [(0, 512), (512, 1000)]
     """
-    step = max(min(piece_bytes, PIECE_BYTES) // num_ranks // element_bytes, 1)
+    step = piece_elements(num_ranks, piece_bytes, element_bytes)
     return [(low, min(low + step, chunk)) for low in range(0, chunk, step)]
+
+
+def piece_elements(num_ranks: int, piece_bytes: int, element_bytes: int) -> int:
+    """Elements of a whole piece; a chunk is cut into ``ceil(chunk / piece_elements)`` of them.
+
+    >>> piece_elements(2, 4096, 4), len(pieces(1000, 2, 4096, 4))
+    (512, 2)
+    """
+    return max(min(piece_bytes, PIECE_BYTES) // num_ranks // element_bytes, 1)
 
 
 def replay_sum(num_ranks: int, algorithm: Algorithm) -> list[frozenset[int]]:
