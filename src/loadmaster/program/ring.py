@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 8 << 20
 
 
 class Algorithm(StrEnum):

@@ -26,11 +26,15 @@ _BITS = 48  # of a word
 
 
 class BufferPool:
-    """Recycles the transient flat buffers of stages 2 and 3, so that a step does not map fresh pages for each."""
+    """Recycles the transient flat buffers of stages 2 and 3, so that a step does not map fresh pages for each.
+
+    On a GPU a buffer comes back when its last work has been launched; whoever takes it next waits for that work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[Tensor] = []
+        self._events: dict[int, torch.cuda.Event] = {}  # by address of the buffer
         self._lock = threading.Lock()  # the communication thread gives back what the main thread took
         self.live_bytes = 0
 
@@ -45,6 +49,9 @@ class BufferPool:
                 self._drop_free()
                 best = torch.empty(need, dtype=torch.uint8, device=self._device)
                 self.live_bytes += best.nbytes
+            event = self._events.pop(best.data_ptr(), None)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
         return best[:need].view(dtype)
 
     def release(self, buffer: Tensor) -> None:
@@ -52,6 +59,8 @@ class BufferPool:
         whole = torch.empty(0, dtype=torch.uint8, device=self._device).set_(buffer.untyped_storage())
         with self._lock:
             self._free.append(whole)
+            if self._device.type == "cuda":
+                self._events[whole.data_ptr()] = torch.cuda.current_stream(self._device).record_event()
 
     def _drop_free(self) -> None:
         for buffer in self._free:
