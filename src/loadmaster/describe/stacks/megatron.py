@@ -53,7 +53,7 @@ STACK = Stack(
     workspace=(4 * MIB, 32 * MIB),  # transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes
     scratch_gradients=True,
     context=Context(device=600 * MIB, communicator=64 * MIB),
-    allocator=Allocator(activations=0.06, fixed=64 * MIB, sigma=0.05, sigma_allocated=0.028),
+    allocator=Allocator(state=0.02, activations=0.1, fixed=256 * MIB, sigma=0.05, sigma_allocated=0.028),
     overlaps_pipeline_send=True,
     sources=(BUFFER, OPTIMIZER, "NVIDIA/TransformerEngine transformer_engine/pytorch/module/base.py"),
 )
