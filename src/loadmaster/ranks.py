@@ -121,8 +121,7 @@ def _start(target: str, folder: Path, world_size: int, threads: int | None, extr
     common = {
         **os.environ, "OMP_NUM_THREADS": str(threads), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "LOADMASTER_FOLDER": str(folder),
-        "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "KINETO_LOG_LEVEL": "99", **extra,
+        "TOKENIZERS_PARALLELISM": "false", **extra,
     }  # fmt: skip
     ranks = []
     for rank in range(world_size):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from loadmaster.laws.cost import Cost  # type: ignore[import-not-found,unused-ignore]
     from loadmaster.runtime.run import Run
 
+# what PyTorch's C++ says for its developers: of lost connections, and of the profiler that measures the peak
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
+
 
 def command(
     plan: Annotated[str, typer.Argument(help="Plan file, as loadmaster plan -o writes it.")],
@@ -54,6 +57,8 @@ def command(
     from loadmaster.ranks import run_ranks
 
     leads = os.environ.get("RANK", "0") == "0"
+    for name, level in QUIET.items():
+        os.environ.setdefault(name, level)
     try:
         _need_runtime()
         chosen = _changed(PlanFile.load(plan), layout)
