@@ -232,10 +232,10 @@ class Reducer:
         return hook
 
     def _make_room(self, bucket: GradientBucket) -> None:
-        """Hold at most two borrowed buffers: the one being filled and one under way."""
+        """Leave one borrowed buffer under way beside those being filled; none of an earlier micro-batch's."""
         if bucket.buffer is None:
             self._running = [h for h in self._running if not h.done]
-            while len(self._running) > 1:
+            while len(self._running) > (1 if self._issued else 0):
                 self._running.pop(0).wait()
 
     def _issue_ready(self) -> None:
