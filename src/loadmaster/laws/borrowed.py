@@ -5,7 +5,7 @@ columns takes. With B the largest layer's, E the embedding's and H the head's gr
 
     stage 3:  2 B + E + H      (a layer filling, one under way; what lies outside the blocks open all along)
     stage 2:  max(H, max(B, b) + b, E + b)      with b a bucket under way: bucket_bytes, or the largest
-                                               tensor if that is more, or all there is if that is less
+                                               tensor if that is more; and never more than all there is
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def borrowed_terms(run: Run, params: Held, placement: Placement) -> dict[str, Nu
     head = block_params(run, run.model.head).total * placement.head * each
     tensor = max(weight.numel for block, _ in run.model.blocks for weight in block.weights) * each
     bucket = lesser(greater(layout.bucket_bytes, tensor), params.total * each)
-    two = greater(head, greater(greater(largest, bucket), embedding) + bucket)
+    two = lesser(greater(head, greater(greater(largest, bucket), embedding) + bucket), params.total * each)
     three = 2 * largest + embedding + head
     acts = (layout.dp_shard > 1) & (layout.zero >= 2)
     scratch: Number = 0

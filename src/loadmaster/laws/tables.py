@@ -41,7 +41,7 @@ def held_terms(model: Model | ParameterTable, workload: Workload, layout: Layout
     """
     table = model if isinstance(model, ParameterTable) else ParameterTable.from_model(model)
     buckets, precision = buckets_of(table, layout), Precision.named(layout.precision)
-    trained, count = [b for b in buckets if b.trainable], layout.num_micro_batches(workload)
+    trained = [b for b in buckets if b.trainable]
     rank = fullest_rank(trained, layout.dp_shard)
     if layout.optimizer_bits == 8 and layout.dp_shard <= _TRIED:
         sizes = [sum(_optimizer(table, trained, r, workload, layout).values()) for r in range(layout.dp_shard)]
@@ -50,7 +50,7 @@ def held_terms(model: Model | ParameterTable, workload: Workload, layout: Layout
         "parameters": _parameters(table, buckets, layout) * BYTES[precision.param],
         "gradients": _gradients(trained, layout) * BYTES[precision.grad],
         **_optimizer(table, trained, rank, workload, layout),
-        "buffers/buckets": _borrowed(table, trained, layout, count) * BYTES[precision.grad],
+        "buffers/buckets": _borrowed(table, trained, layout) * BYTES[precision.grad],
         "buffers/communication": _scratch(trained, layout),
     }
     return {name: number for name, number in terms.items() if number}
@@ -96,35 +96,32 @@ def _optimizer(
     return {**terms, **state, "optimizer/step": counters}
 
 
-def _borrowed(table: ParameterTable, trained: Sequence[Bucket], layout: Layout, micro_batches: int) -> int:
+def _borrowed(table: ParameterTable, trained: Sequence[Bucket], layout: Layout) -> int:
     """Elements of the transient whole gradients of stages 2 and 3, at most (a quick link hands them back sooner)."""
     if _keeps_whole_gradients(layout):
         return 0
     layers = {row.name: row.layer for row in table.rows}
     spans = [(b.numel, frozenset(layers[e.name] for e in b.entries)) for b in trained]
-    return pool_elements(spans, again=micro_batches > 1)
+    return pool_elements(spans)
 
 
-def pool_elements(buckets: Sequence[tuple[int, frozenset[int]]], *, again: bool) -> int:
+def pool_elements(buckets: Sequence[tuple[int, frozenset[int]]]) -> int:
     """Most that is borrowed at once, of (elements, layers in it) in the order of the backward.
 
     The buckets of the layer at work are open together, since a layer's gradients come in no fixed order; one more is
-    under way (`again`: it may be the last of the micro-batch before). A bucket of all that lies outside the blocks is
-    open from the head's backward to the embedding's.
+    under way (the first of a backward waits for what the micro-batch before left). A bucket of all that lies outside
+    the blocks is open from the head's backward to the embedding's.
 
     >>> blocks = [(10, frozenset({2})), (10, frozenset({1})), (10, frozenset({0}))]
-    >>> pool_elements([*blocks, (4, frozenset({EMBEDDING, HEAD}))], again=False)
-    24
-    >>> pool_elements([(6, frozenset({0}))], again=False), pool_elements([(6, frozenset({0}))], again=True)
-    (6, 12)
+    >>> pool_elements([*blocks, (4, frozenset({EMBEDDING, HEAD}))]), pool_elements([(6, frozenset({0}))])
+    (24, 6)
     """
     always = sum(n for n, layers in buckets if {EMBEDDING, HEAD} <= layers)
     passing = [(n, layers) for n, layers in buckets if not {EMBEDDING, HEAD} <= layers]
     most = 0
     for layer in {layer for _, layers in passing for layer in layers}:
         open_now = [i for i, (_, layers) in enumerate(passing) if layer in layers]
-        before = open_now[0] - 1 if open_now[0] else -1  # of the micro-batch before, where there is one
-        under_way = passing[before][0] if open_now[0] or again else 0
+        under_way = passing[open_now[0] - 1][0] if open_now[0] else 0
         most = max(most, sum(passing[i][0] for i in open_now) + under_way)
     return most + always
 
