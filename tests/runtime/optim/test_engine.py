@@ -22,3 +22,12 @@ def test_an_optimizer_without_8_bit_state_is_refused() -> None:
 
     with pytest.raises(InvalidInput, match="has no 8-bit state"):
         build_optimizer(OptimizerConfig(name="sgd", state_bits=8), [], {})
+
+
+@pytest.mark.ranks
+def test_dtensors_cut_along_rows_give_the_same_bits(run_ranks, tmp_path) -> None:
+    for result in run_ranks("eight_bit_dtensor.py", 2, str(tmp_path)):
+        assert all(result["equal"].values()), result["equal"]
+        cut, columns = result["refused"]
+        assert "cuts a block of 256 elements" in cut
+        assert "do not cut along dimension 0 alone" in columns

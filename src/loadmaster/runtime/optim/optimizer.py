@@ -15,7 +15,7 @@ from loadmaster.program.codebook import DEFAULT_BLOCK, MIN_ELEMENTS, check_block
 from loadmaster.runtime.optim import kernel
 from loadmaster.runtime.optim.codes import code_dtype, mix
 from loadmaster.runtime.optim.rules import MOMENTS, Rule, Scalars
-from loadmaster.runtime.optim.shard import ParameterShard, embedding_parameters
+from loadmaster.runtime.optim.shard import ParameterShard, embedding_parameters, local_part, shard_of
 from loadmaster.runtime.optim.state import check_groups, load_parameter
 from loadmaster.runtime.optim.work import Moment, Work
 
@@ -86,13 +86,11 @@ class Blockwise(torch.optim.Optimizer):
     def _register(self, p: Tensor, name: str, *, coded: bool) -> None:
         if p not in self.shards:
             known = p in self.embeddings or looks_like_embedding(name)
-            self.shards[p] = ParameterShard(
-                name=name, full_shape=tuple(p.shape), start=0, stop=p.numel(), is_embedding=known
-            )
-        shard = self.shards[p]
-        if shard.stop - shard.start != p.numel():
+            self.shards[p] = shard_of(p, name, is_embedding=known, may_code=coded)
+        shard, held = self.shards[p], local_part(p).numel()
+        if shard.numel != held:
             raise InvalidInput(
-                f"shard of {shard.name}", f"[{shard.start}, {shard.stop})", f"is not the tensor's {p.numel()} elements",
+                f"shard of {shard.name}", f"[{shard.start}, {shard.stop})", f"is not the tensor's {held} elements",
                 "give the range the tensor holds",
             )  # fmt: skip
         if coded and shard.coded(self.min_elements):
@@ -134,7 +132,7 @@ class Blockwise(torch.optim.Optimizer):
         ready: dict[float, tuple[Scalars, int]] = {}
         sign = -grad_scale if group.get("maximize") else grad_scale
         for p in group["params"]:
-            if p.grad is None or p.numel() == 0:
+            if p.grad is None or self.shards[p].numel == 0:
                 continue
             work = self._work_of(group, p)
             work.grad = self._gradient(p)
@@ -153,8 +151,8 @@ class Blockwise(torch.optim.Optimizer):
         return scalars if sign == 1.0 else dataclasses.replace(scalars, grad_scale=sign)
 
     def _gradient(self, p: Tensor) -> Tensor:
-        grad = p.grad
-        assert grad is not None
+        assert p.grad is not None
+        grad = local_part(p.grad)
         if grad.is_sparse or grad.is_complex():
             raise InvalidInput(
                 f"gradient of {self.shards[p].name or 'a parameter'}", grad.layout if grad.is_sparse else grad.dtype,
@@ -164,21 +162,21 @@ class Blockwise(torch.optim.Optimizer):
 
     def _work_of(self, group: dict[str, Any], p: Tensor) -> Work:
         """What stays the same from step to step, made anew where the weight or its state lies elsewhere."""
-        state = self.state[p] or self._initialise(group, p)
+        state, local = self.state[p] or self._initialise(group, p), local_part(p)
         kept = self._works.get(p)
-        if kept is not None and kept.pointer == p.data_ptr() and kept.original is None:
+        if kept is not None and kept.pointer == local.data_ptr() and kept.original is None:
             names = MOMENTS[self.rule]
             if kept.step is state["step"] and all(
                 m.data is state[n] for m, (n, _) in zip(kept.moments, names, strict=True)
             ):
                 return kept
-        flat = p.detach().reshape(-1)
+        flat = local.detach().reshape(-1)
         work = Work(
-            rule=self.rule, param=flat, pointer=p.data_ptr(), grad=flat, scalars=Scalars(), block=self.block,
+            rule=self.rule, param=flat, pointer=local.data_ptr(), grad=flat, scalars=Scalars(), block=self.block,
             moments=[Moment(state[n], state.get(f"{n}_scale")) for n, _ in MOMENTS[self.rule]],
             start=self.shards[p].start, key=0, seed=mix(self.seed), step=state["step"],
             nesterov=bool(group.get("nesterov")), stochastic=self.stochastic_rounding,
-            original=None if flat.data_ptr() == p.data_ptr() else p.detach(),
+            original=None if flat.data_ptr() == local.data_ptr() else local.detach(),
         )  # fmt: skip
         self._works[p] = work
         return work
@@ -190,9 +188,9 @@ class Blockwise(torch.optim.Optimizer):
         coded = self.is_coded(p)
         for name, code in MOMENTS[self.rule]:
             dtype = code_dtype(code) if coded else torch.float32
-            state[name] = torch.zeros(p.numel(), dtype=dtype, device=p.device)
+            state[name] = torch.zeros(self.shards[p].numel, dtype=dtype, device=p.device)
             if coded:
-                count = num_blocks(p.numel(), self.block)
+                count = num_blocks(self.shards[p].numel, self.block)
                 state[f"{name}_scale"] = torch.zeros(count, dtype=torch.float32, device=p.device)
         return state
 
@@ -245,7 +243,7 @@ class Blockwise(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 entry = counts[self.is_coded(p)]
-                entry[0], entry[1] = entry[0] + 1, entry[1] + p.numel()
+                entry[0], entry[1] = entry[0] + 1, entry[1] + self.shards[p].numel
         (coded, many), (plain, few) = counts[True], counts[False]
         first = next((p for g in self.param_groups for p in g["params"]), None)
         runs = kernel.name(self.kernel, first.device.type if first is not None else "cpu")

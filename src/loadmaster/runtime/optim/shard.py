@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from loadmaster.errors import InvalidInput
 from loadmaster.program.codebook import is_coded
 
-__all__ = ["ParameterShard", "embedding_parameters"]
+__all__ = ["ParameterShard", "embedding_parameters", "local_part", "shard_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,11 @@ class ParameterShard:
             )  # fmt: skip
 
     @property
+    def numel(self) -> int:
+        """Elements of the range."""
+        return self.stop - self.start
+
+    @property
     def full_numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.full_shape)
@@ -58,6 +64,50 @@ class ParameterShard:
                     f"cuts a block of {block} elements at {edge}, and a block's scale is the maximum over all of it",
                     f"cut at multiples of {block} (codebook.aligned_ranges), or keep this parameter's state 32-bit",
                 )  # fmt: skip
+
+
+def local_part(x: Tensor) -> Tensor:
+    """What this rank holds of `x`: of a DTensor its local tensor, else itself."""
+    return x.to_local() if _is_dtensor(x) else x  # type: ignore[attr-defined]
+
+
+def shard_of(p: Tensor, name: str, *, is_embedding: bool, may_code: bool) -> ParameterShard:
+    """Where a tensor lies in its whole parameter: all of it, or a DTensor's rows.
+
+    Args:
+        p: the parameter.
+        name: of it.
+        is_embedding: its role.
+        may_code: its group asks for 8-bit state; with 32-bit state any part of a tensor stands for itself.
+
+    Raises:
+        InvalidInput: the DTensor is not cut along its rows alone, so that what a rank holds is no flat range.
+    """
+    start, stop = 0, p.numel()
+    if _is_dtensor(p):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
+        if not may_code:
+            return ParameterShard(name=name, full_shape=tuple(shape), start=0, stop=math.prod(shape))
+        if tuple(shape[1:]) != tuple(p.shape[1:]):
+            raise InvalidInput(
+                f"placements of {name or 'a parameter'}", p.placements,  # type: ignore[attr-defined]
+                "do not cut along dimension 0 alone, so a rank's part is no flat range of the whole",
+                "give its group state_bits=32",
+            )  # fmt: skip
+        row = math.prod(p.shape[1:])
+        start = min(offset[0] * row, p.numel()) if math.prod(shape) else p.numel()
+        stop = start + math.prod(shape)
+    return ParameterShard(name=name, full_shape=tuple(p.shape), start=start, stop=stop, is_embedding=is_embedding)
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
 
 
 def embedding_parameters(modules: nn.Module | Iterable[nn.Module]) -> set[Tensor]:

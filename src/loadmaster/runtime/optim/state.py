@@ -67,7 +67,8 @@ def load_parameter(
         if name not in saved:
             raise InvalidInput(f"state of {label}", sorted(saved), f"has no {name}", "it is of another optimizer")
         data, scales = saved[name], saved.get(f"{name}_scale")
-        _check_moment(f"{label}.{name}", p, data, scales, code_dtype(code), saved_block)
+        held = optimizer.shards[p].numel
+        _check_moment(f"{label}.{name}", held, data, scales, code_dtype(code), saved_block)
         target = fresh.get(f"{name}_scale")
         if (scales is None) == (target is None) and (scales is None or saved_block == optimizer.block):
             fresh[name] = data.detach().to(p.device).clone()
@@ -88,14 +89,14 @@ def load_parameter(
             fresh[name], fresh[f"{name}_scale"] = encode(values.float(), code, optimizer.block)
 
 
-def _check_moment(label: str, p: Tensor, data: Tensor, scales: Tensor | None, coded: torch.dtype, block: int) -> None:
+def _check_moment(label: str, held: int, data: Tensor, scales: Tensor | None, coded: torch.dtype, block: int) -> None:
     expected = torch.float32 if scales is None else coded
     if data.dtype is not expected or (scales is not None and scales.dtype is not torch.float32):
         raise InvalidInput(
             f"state of {label}", data.dtype, f"is not {expected}", "it was cast when it was saved or loaded"
         )
-    if data.numel() != p.numel() or (scales is not None and scales.numel() != num_blocks(p.numel(), block)):
+    if data.numel() != held or (scales is not None and scales.numel() != num_blocks(held, block)):
         raise InvalidInput(
-            f"state of {label}", f"{data.numel()} elements", f"is not of {p.numel()}",
+            f"state of {label}", f"{data.numel()} elements", f"is not of {held}",
             "load the range this tensor holds (optim.load_state)",
         )  # fmt: skip
