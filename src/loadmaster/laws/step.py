@@ -198,7 +198,7 @@ def _pace(numbers: ModelCoefficients, machine: Machine, workload: Workload, full
     again, tp_again = share * layer.again, share * layer.tp_again
     # host and device: whichever is slower, smoothly
     spread = (dp > 1) & (full.tp * full.cp * dp > machine.cluster.fast_domain)
-    straggle = c.straggler * np.where(spread, np.log2(dp), 0.0)
+    straggle = c.straggler * np.where(spread, np.log2(dp * full.cp), 0.0)  # all that add up gradients wait
     device = layer.forward + layer.backward + again + layer.tp + tp_again + layer.cp + layer.ep
     passes = 2.0 + share * (full.recompute in ("full", "blocks"))
     bare = layer.floor * passes
