@@ -25,12 +25,17 @@ def command(
     clip: Annotated[float | None, typer.Option(help="Clip the gradient norm.")] = None,
     steps: Annotated[int, typer.Option(help="Training steps; the second has optimizer state.")] = 2,
     real: Annotated[bool, typer.Option(help="Run on real tensors (modules that branch on data).")] = False,
+    layout: Annotated[str, typer.Option(help="Trace one rank: dp_shard=64,zero=3, tp=8, or a stage of pp=4.")] = "",
+    rank: Annotated[int, typer.Option(help="Which rank of the layout.")] = 0,
+    stage: Annotated[int, typer.Option(help="Which stage, with pp.")] = 0,
+    micro_batches: Annotated[int | None, typer.Option(help="Micro-batches of a step, with pp (2 * pp).")] = None,
     capacity: Annotated[str | None, typer.Option(help="Bytes the caching allocator may reserve, e.g. 80GiB.")] = None,
     alloc_conf: Annotated[str, typer.Option(help="As PYTORCH_CUDA_ALLOC_CONF, e.g. expandable_segments:True.")] = "",
     html: Annotated[str | None, typer.Option(help="Also write a chart as one self-contained file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Trace training steps of a module without a device: its peak, what is alive then, and who keeps it."""
+    from loadmaster.describe.layout import Layout
     from loadmaster.report.timeline_text import print_timeline, timeline_json
     from loadmaster.trace.allocator import Rules
     from loadmaster.trace.api import trace
@@ -43,6 +48,7 @@ def command(
     timeline = trace(
         _factory(target, batch, parse_count(seq, field="--seq")), optimizer=optimizer, foreach=foreach,
         precision=dtype, recompute=recompute, clip=clip, steps=steps, real=real, name=target,
+        layout=Layout.parse(layout) if layout else None, rank=rank, stage=stage, micro_batches=micro_batches,
     )  # fmt: skip
     limit = None if capacity is None else parse_count(capacity, field="--capacity")
     replayed = replay(timeline, Rules.parse(alloc_conf), capacity=limit)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
+from loadmaster.describe.layout import Layout
 from loadmaster.errors import InvalidInput, LoadmasterError
 from loadmaster.trace.ghost import Ghost
 from loadmaster.trace.recompute import recompute_blocks
@@ -46,6 +49,10 @@ def trace(
     real: bool = False,
     name: str = "",
     survey: Survey | None = None,
+    layout: Layout | None = None,
+    rank: int = 0,
+    stage: int = 0,
+    micro_batches: int | None = None,
 ) -> Timeline:
     """Trace `steps` training steps: forward, loss, backward, optimizer; no device, no data, no memory needed.
 
@@ -61,6 +68,8 @@ def trace(
         clip: clip the gradient norm before the update; steps: 2 shows the step that has optimizer state.
         real: run on real tensors, for small modules whose path depends on data.
         name: what reports call it; by default the module's class.
+        layout: trace one rank of it: dp_shard with zero=3 (fully_shard), dp_replicate, tp, a stage of pp; its precision
+            and recompute are not read. rank: which; stage: of the pipeline; micro_batches: of a step (2 * pp).
         survey: is shown the module and its arguments before they run; FLOPs are then counted as well.
 
     Raises:
@@ -77,22 +86,60 @@ def trace(
     plan = StepPlan(optimizer=optimizer, foreach=foreach, loss=loss, autocast=autocast, clip=clip, steps=steps)
     where = Whereabouts()
     tracer = Tracer(where, real=real)
-    with tracer, where.listening():
+    spread = _spread(layout, rank)
+    notes: list[str] = []
+    if layout is not None:
+        plan = _for_layout(plan, layout, notes)
+    with spread as mesh, tracer, where.listening():
         try:
             built, args, kwargs = _materialise(tracer, module, inputs, dtype)
+            window = None
+            if layout is not None and layout.pp > 1:
+                from loadmaster.trace.pipeline import PipelineStage, cut_stage
+
+                cut_stage(built, layout, stage, tracer, autocast or dtype)
+                window = PipelineStage(built, layout, stage, micro_batches or 2 * layout.pp, plan).run
             where.name(built)
             recompute_blocks(built, recompute)
+            if layout is not None:
+                from loadmaster.trace.sharded import place
+
+                place(built, layout, mesh, autocast)
             if survey is not None:
                 survey.begin(built, args, kwargs)
                 tracer.flops = {}
-            run_steps(tracer, built, args, kwargs, plan)
+            run_steps(tracer, built, args, kwargs, plan, window=window)
         except LoadmasterError:
             raise
         except Exception as error:
             raise (tracer.refusal or _unknown(where, error)) from error
         if tracer.refusal is not None:  # the module's own code swallowed it
             raise tracer.refusal
-    return _timeline(tracer, name=name or type(built).__name__, seconds=time.perf_counter() - began)
+    return _timeline(tracer, notes=tuple(notes), name=name or type(built).__name__, seconds=time.perf_counter() - began)
+
+
+def _spread(layout: Layout | None, rank: int) -> AbstractContextManager[Any]:
+    """The fake ranks of a layout; nothing without one."""
+    if layout is None:
+        return nullcontext()
+    from loadmaster.trace.sharded import check_layout, fake_ranks  # torch.distributed takes a second to import
+
+    check_layout(layout)
+    return fake_ranks(layout, rank)
+
+
+def _for_layout(plan: StepPlan, layout: Layout, notes: list[str]) -> StepPlan:
+    """What a layout changes in the step."""
+    if layout.zero == 3 and plan.autocast is not None:
+        return replace(plan, autocast=None)  # fully_shard casts what it gathers
+    if layout.tp > 1 and layout.zero != 3 and plan.foreach:
+        notes.append(
+            "the optimizer runs parameter by parameter: PyTorch's foreach refuses split and whole ones together"
+        )
+        return replace(plan, foreach=False)
+    if layout.dp_replicate > 1 and layout.zero == 0:
+        notes.append("the buckets in which replicas reduce their gradients are not traced")
+    return plan
 
 
 def _precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
@@ -169,7 +216,7 @@ def _unknown(where: Whereabouts, error: Exception) -> Untraceable:
     return Untraceable(f"module {module or '(root)'}, in {phase}: {what}; check the module and its inputs")
 
 
-def _timeline(tracer: Tracer, *, name: str, seconds: float) -> Timeline:
+def _timeline(tracer: Tracer, *, name: str, seconds: float, notes: tuple[str, ...] = ()) -> Timeline:
     events = tracer.where.events()
     node_event = tracer.where.node_event
 
@@ -190,7 +237,7 @@ def _timeline(tracer: Tracer, *, name: str, seconds: float) -> Timeline:
         events=events, storages=storages, delta_event=np.array(tracer.delta_event, dtype=np.int64),
         delta_storage=np.array(tracer.delta_storage, dtype=np.int64),
         delta_bytes=np.array(tracer.delta_bytes, dtype=np.int64), phases=tuple(tracer.where.phases), name=name,
-        flops=dict(tracer.flops or {}), seconds=seconds,
+        notes=notes, flops=dict(tracer.flops or {}), seconds=seconds,
     )  # fmt: skip
 
 

@@ -58,32 +58,49 @@ def observe(run: Callable[[], Any]) -> Observation:
         run()
     results: Any = profiler.profiler.kineto_results
     seen = _Sum()
-    seen.walk(results.experimental_event_tree(), "")
+    moments: list[_Moment] = []
+    _collect(results.experimental_event_tree(), "", moments)
+    for moment in sorted(moments):
+        seen.take(moment)
     return Observation(
         peak_bytes=seen.peak, op=seen.op, unmarked_bytes=seen.unmarked_at_peak,
         scratch_bytes=max(seen.kernel_peak - seen.peak, 0), scratch_op=seen.kernel_op,
     )  # fmt: skip
 
 
+_Moment = tuple[int, int, int, int, str]  # time, order, address, size (0: an op ends), op
+
+
+def _collect(events: Iterable[Any], op: str, moments: list[_Moment]) -> None:
+    """Allocations and ends of ops, on whatever thread they happen."""
+    for event in events:
+        if event.tag == _Allocation:
+            fields = event.extra_fields
+            moments.append((event.start_time_ns, len(moments), fields.ptr, fields.alloc_size, op))
+            continue
+        marked = event.name.startswith(_MARK)
+        made = event.name.startswith("aten::empty")  # ``torch.tensor`` allocates before its op is dispatched
+        name = event.name[len(_MARK) :] if marked else op or ("torch.tensor" if made else "")
+        _collect(event.children, name, moments)
+        if marked:
+            moments.append((event.end_time_ns, len(moments), 0, 0, name))
+
+
 class _Sum:
-    """Running totals over the profiler's tree, in order of time."""
+    """Running totals in order of time."""
 
     def __init__(self) -> None:
         self.live = self.peak = self.kernel_peak = self.unmarked = self.unmarked_at_peak = 0
         self.op = self.kernel_op = ""
         self.blocks: dict[int, tuple[int, bool]] = {}  # address -> size, whether an op made it
 
-    def walk(self, events: Iterable[Any], op: str) -> None:
-        for event in events:
-            if event.tag == _Allocation:
-                self.book(event.extra_fields.ptr, event.extra_fields.alloc_size, op)
-                continue
-            marked = event.name.startswith(_MARK)
-            made = event.name.startswith("aten::empty")  # ``torch.tensor`` allocates before its op is dispatched
-            self.walk(event.children, event.name[len(_MARK) :] if marked else op or ("torch.tensor" if made else ""))
-            if marked and self.live > self.peak:
-                self.peak, self.op = self.live, event.name[len(_MARK) :]
-                self.unmarked_at_peak = self.unmarked
+    def take(self, moment: _Moment) -> None:
+        """An allocation, a release, or the end of an op, where the live bytes count."""
+        _, _, address, size, op = moment
+        if size:
+            self.book(address, size, op)
+        elif not address and self.live > self.peak:
+            self.peak, self.op, self.unmarked_at_peak = self.live, op, self.unmarked
 
     def book(self, address: int, size: int, op: str) -> None:
         """One allocation, or the release of one seen before (what is older than the run is not its own)."""

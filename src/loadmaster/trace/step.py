@@ -15,7 +15,7 @@ from loadmaster.trace.saved import saved_tensors_watched
 from loadmaster.trace.timeline import Category
 from loadmaster.trace.tracer import Tracer
 
-__all__ = ["OPTIMIZERS", "StepPlan", "default_loss", "mark", "run_steps"]
+__all__ = ["OPTIMIZERS", "StepPlan", "autocast", "default_loss", "mark", "run_steps"]
 
 OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
     "adamw": lambda p, foreach: torch.optim.AdamW(p, lr=1e-4, foreach=foreach),
@@ -104,8 +104,14 @@ def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [inner if inner is not None else tensor]
 
 
-def run_steps(tracer: Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: StepPlan) -> None:
-    """Run `plan` on the tracer: everything is already followed, or is from here on."""
+Window = Callable[[Tracer, tuple[Any, ...], dict[str, Any], str], None]
+
+
+def run_steps(
+    tracer: Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: StepPlan, *,
+    window: Window | None = None,
+) -> None:  # fmt: skip
+    """Run `plan` on the tracer; `window` runs a step's forwards and backwards where they are not one of each."""
     where = tracer.where
     with where.during("setup"):
         mark(tracer, module.named_parameters(), Category.PARAMETER, "parameters")
@@ -113,22 +119,30 @@ def run_steps(tracer: Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: 
         optimizer = plan.build_optimizer(module)
     for step in range(plan.steps):
         suffix = "" if step == 0 else f" {step + 1}"
-        _one_step(tracer, module, args, kwargs, plan, optimizer, suffix)
+        if window is not None:
+            window(tracer, args, kwargs, suffix)
+        else:
+            _forward_backward(tracer, module, args, kwargs, plan, suffix)
+        gradients = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
+        mark(tracer, gradients, Category.GRADIENT, "gradients")
+        del gradients
+        _update(tracer, module, plan, optimizer, suffix)
 
 
-def _one_step(
-    tracer: Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: StepPlan,
-    optimizer: torch.optim.Optimizer | None, suffix: str,
-) -> None:  # fmt: skip
+def _forward_backward(
+    tracer: Tracer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: StepPlan, suffix: str
+) -> None:
     where = tracer.where
-    with where.during("forward" + suffix), saved_tensors_watched(tracer), _autocast(plan.autocast):
+    with where.during("forward" + suffix), saved_tensors_watched(tracer), autocast(plan.autocast):
         loss = (plan.loss or default_loss)(module(*args, **kwargs))
     with where.during("backward" + suffix, backward=True), saved_tensors_watched(tracer):
         loss.backward()  # type: ignore[no-untyped-call]
-    del loss
-    gradients = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
-    mark(tracer, gradients, Category.GRADIENT, "gradients")
-    del gradients
+
+
+def _update(
+    tracer: Tracer, module: nn.Module, plan: StepPlan, optimizer: torch.optim.Optimizer | None, suffix: str
+) -> None:
+    where = tracer.where
     with where.during("optimizer" + suffix):
         if plan.clip is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), plan.clip)
@@ -152,6 +166,7 @@ def _mark_state(tracer: Tracer, module: nn.Module, optimizer: torch.optim.Optimi
 
 
 @contextmanager
-def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+def autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """torch.autocast to `dtype`, or nothing."""
     with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
         yield

@@ -195,8 +195,10 @@ class Timeline:
 
     @cached_property
     def peak(self) -> Peak:
-        """The first moment of most bytes, over all phases."""
-        return self._peak_between(0, len(self.delta_bytes))
+        """The first moment of most bytes in the steps; building the module counts only where nothing else ran."""
+        first = next((e for name, e in self.phases if name not in ("setup", "start")), 0)
+        begin = int(np.searchsorted(self.delta_event, first))
+        return self._peak_between(begin if begin < len(self.delta_bytes) else 0, len(self.delta_bytes))
 
     @property
     def peak_bytes(self) -> int:
@@ -204,15 +206,19 @@ class Timeline:
         return self.peak.bytes
 
     def peak_in(self, phase: str) -> Peak:
-        """The peak inside one phase.
+        """The peak inside one phase (of a pipeline: over all its forwards, or backwards).
 
         Raises:
             KeyError: no such phase.
         """
-        names = [name for name, _ in self.phases]
-        if phase not in names:
+        places = [i for i, (name, _) in enumerate(self.phases) if name == phase]
+        if not places:
             raise KeyError(phase)
-        place = names.index(phase)
+        peaks = [self._peak_of(place) for place in places]
+        return max(peaks, key=lambda peak: peak.bytes)
+
+    def _peak_of(self, place: int) -> Peak:
+        """The peak inside one of the phases, by its place in the list."""
         first = self.phases[place][1]
         last = self.phases[place + 1][1] if place + 1 < len(self.phases) else len(self.events)
         inside = np.flatnonzero((self.delta_event >= first) & (self.delta_event < last))

@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from loadmaster.errors import LoadmasterError
@@ -166,6 +167,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._change(life, size - life.bytes)
             life.bytes, life.largest = size, max(size, life.largest)
 
+    def note_gathered(self, storage: torch.UntypedStorage) -> None:
+        """Only fully_shard frees and refills storages in place: they are parameters gathered for use."""
+        watch = self.watches.get(storage._cdata)
+        if watch is not None and watch.life.category in (Category.TEMPORARY, Category.ACTIVATION):
+            watch.life.category, watch.life.term = Category.COMMUNICATION, "buffers/all_gather"
+
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
@@ -174,6 +181,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
             tracer.resized(storage)
+            tracer.note_gathered(storage)
             return result
 
         self._resize = original
@@ -189,6 +197,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE:
             return args[0].device if types and types[0] is not Ghost else CPU
         for kind in types:
+            if kind is FakeTensor:
+                return func(*args, **(kwargs or {}))  # somebody else's, as DTensor's shape propagation uses them
             if kind is not Ghost:
                 return NotImplemented  # DTensor and other wrappers unwrap first, and come back
         kwargs = kwargs or {}
@@ -203,7 +213,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors: list[torch.Tensor] = []
         key = metadata_key((args, kwargs), tensors) if kwargs else metadata_key(args, tensors)
         if not tensors and torch._C._get_dispatch_mode(_FAKE_KEY) is not None:
-            return func(*args, **kwargs)  # somebody else's fake tensors, such as DTensor's shape propagation
+            return func(*args, **kwargs)  # makes a fake tensor of somebody else's
         try:
             return self._ghostly(func, facts, key, tensors, args, kwargs)
         except Untraceable as refusal:
