@@ -38,6 +38,11 @@ class Block:
             missing = [v for v in (*op.inputs, *op.outputs) if v not in known]
             assert not missing, f"{self.name}.{op.name}: unknown values {missing}"
 
+    def __hash__(self) -> int:
+        # the laws cache by block: what tells blocks apart, without hashing the whole table each time
+        shapes = tuple(op.weights[0].shape for op in self.ops if op.weights)
+        return hash((self.name, self.prefix, self.first_index, len(self.values), shapes))
+
     @property
     def weights(self) -> tuple[Weight, ...]:
         """Every weight, in op order."""
@@ -82,6 +87,10 @@ class Model:
     max_seq_len: int | None = None
     fixed_seq_len: int | None = None
     encoder_seq_len: int | None = None
+
+    def __hash__(self) -> int:
+        repeats = tuple(repeat for _, repeat in self.blocks)
+        return hash((self.name, self.family, self.hidden_size, self.vocab_size, repeats))
 
     @classmethod
     def from_hf(cls, source: str | PathLike[str] | dict[str, Any]) -> Model:

@@ -8,11 +8,8 @@ import numpy as np
 
 __all__ = ["Number", "ceil_div", "clip", "floor_div", "greater", "lesser", "where"]
 
+_COLUMN = np.ndarray
 Number = Any  # a Python number or a NumPy array, broadcast together
-
-
-def _columns(*values: Number) -> bool:
-    return any(isinstance(v, np.ndarray) for v in values)
 
 
 def where(condition: Number, a: Number, b: Number) -> Number:
@@ -21,17 +18,19 @@ def where(condition: Number, a: Number, b: Number) -> Number:
     >>> where(True, 3, 4), where(np.array([True, False]), 3, 4).tolist()
     (3, [3, 4])
     """
-    return np.where(condition, a, b) if _columns(condition, a, b) else (a if condition else b)
+    if isinstance(condition, _COLUMN) or isinstance(a, _COLUMN) or isinstance(b, _COLUMN):
+        return np.where(condition, a, b)
+    return a if condition else b
 
 
 def lesser(a: Number, b: Number) -> Number:
     """The smaller."""
-    return np.minimum(a, b) if _columns(a, b) else min(a, b)
+    return np.minimum(a, b) if isinstance(a, _COLUMN) or isinstance(b, _COLUMN) else min(a, b)
 
 
 def greater(a: Number, b: Number) -> Number:
     """The larger."""
-    return np.maximum(a, b) if _columns(a, b) else max(a, b)
+    return np.maximum(a, b) if isinstance(a, _COLUMN) or isinstance(b, _COLUMN) else max(a, b)
 
 
 def clip(value: Number, low: Number, high: Number) -> Number:
@@ -45,9 +44,9 @@ def ceil_div(a: Number, b: Number) -> Number:
     >>> ceil_div(7, 2), ceil_div(np.array([7.0, 8.0]), 2).tolist()
     (4, [4.0, 4.0])
     """
-    return np.ceil(a / b) if _columns(a, b) else -(-a // b)
+    return np.ceil(a / b) if isinstance(a, _COLUMN) or isinstance(b, _COLUMN) else -(-a // b)
 
 
 def floor_div(a: Number, b: Number) -> Number:
     """a / b rounded down."""
-    return np.floor(a / b) if _columns(a, b) else a // b
+    return np.floor(a / b) if isinstance(a, _COLUMN) or isinstance(b, _COLUMN) else a // b
