@@ -43,7 +43,7 @@ class Fit:
 
     Attributes:
         tables: where its rows are; free: constants that move; fixed: the others that differ from the catalogue.
-        weigh: ``rows`` all alike; ``nodes`` runs on several nodes three times; ``models`` a model and precision counts
+        weigh: ``rows`` all alike; ``nodes`` runs on several nodes four times; ``models`` a model and precision counts
             by the root of its rows; ``small`` runs beyond 128 devices or with tp > 8 half.
         scale: errors (of the logarithm) beyond this count linearly.
         rounds: fits after each of which stalled rows are looked for again.
@@ -64,7 +64,7 @@ FITS = {
         free="op_floor tp_floor head_floor floor_power score_bytes elementwise nic_efficiency ring_share "
         "ring_share_node straggler logit_bytes head_efficiency_whole tp_latency bus_efficiency",
         fixed={"gemm_efficiency": 0.88, "gemm_overhead": 0.0, "memory_efficiency": 0.9, "batched_efficiency": 0.8,
-               "head_efficiency": 0.85, "op_floor": 1e-4, "tp_floor": 0.1, "head_floor": 2e-3, "floor_power": 3.0,
+               "head_efficiency": 0.85, "op_floor": 1e-4, "tp_floor": 1.3, "head_floor": 2e-3, "floor_power": 3.0,
                "score_bytes": 32.0, "elementwise": 0.6, "nic_efficiency": 0.95, "ring_share": 0.26,
                "tp_latency": 1.9e-4, "ring_share_node": 0.9, "straggler": 0.03, "logit_bytes": 68.0,
                "head_efficiency_whole": 0.28, "tp_latency_far": 8.5e-5, "tp_far_efficiency": 0.82,
@@ -76,7 +76,7 @@ FITS = {
         "nic_efficiency ring_share ring_share_node straggler dp_noise tp_latency tp_latency_far tp_far_efficiency "
         "dp_overlap dp_overlap_sharded",
         fixed={"gemm_efficiency": 0.68, "attention_efficiency": 0.3, "elementwise": 2.5, "op_floor": 1.3e-4,
-               "tp_floor": 0.025, "tp_floor_far": 0.92, "pipeline_floor": 0.97, "head_floor": 0.0, "logit_bytes": 44.0,
+               "tp_floor": 0.15, "tp_floor_far": 0.92, "pipeline_floor": 0.97, "head_floor": 0.0, "logit_bytes": 44.0,
                "bus_efficiency": 0.75, "nic_efficiency": 0.54, "ring_share": 0.59, "ring_share_node": 0.32,
                "straggler": 0.012, "dp_noise": 1.1, "tp_latency": 9e-5, "tp_latency_far": 1e-3, "gemm_overhead": 0.0,
                "tp_far_efficiency": 0.4, "dp_overlap": 0.9, "dp_overlap_sharded": 0.05, "update_floor": 1e-3,
@@ -144,7 +144,7 @@ def weights(fit: Fit, groups: list[Group]) -> np.ndarray:
     devices = cells(groups, "n_gpus").astype(float)
     match fit.weigh:
         case "nodes":
-            return np.where(devices > 8, 3.0, 1.0)
+            return np.where(devices > 8, 4.0, 1.0)
         case "small":
             return np.where((devices <= 128) & (cells(groups, "tp").astype(int) <= 8), 1.0, 0.5)
         case "models":

@@ -39,7 +39,7 @@ class Calibration:
         op_floor: seconds the host needs to launch one op forward (as much again backward, and recomputed).
         head_floor: seconds of the host a micro-batch: embedding, head, loss, the loop.
         floor_power: how sharply the larger of host and device time wins.
-        tp_floor: growth of `op_floor` for each further tensor-parallel rank (the slowest host of t sets the pace).
+        tp_floor: growth of `op_floor` at eight tensor-parallel ranks of a node (the slowest host sets the pace).
         tp_floor_far: further growth for each node beyond the first that a tensor-parallel group spans.
         pipeline_floor: growth of `op_floor` with tp where pipeline stages lie on different nodes.
         bus_efficiency: share of the links' bandwidth that collectives in a node reach.

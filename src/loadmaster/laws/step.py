@@ -310,7 +310,8 @@ def _pipeline_floor(machine: Machine, full: Columns, slack: Array) -> Array:
     per_node = machine.cluster.devices_per_node
     world = full.tp * full.cp * full.pp * full.dp_replicate * full.dp_shard
     crosses = (full.tp > 1) & (full.pp > 1) & (world > per_node)
-    inside = machine.constants.tp_floor * (np.minimum(full.tp, per_node) - 1.0) * slack
+    # the hosts of a group of eight, over both sockets of a node, wait for each other most: unless the device is busy
+    inside = machine.constants.tp_floor * np.power((np.minimum(full.tp, per_node) - 1.0) / 7.0, 2.5) * slack
     inside = inside + machine.constants.tp_floor_far * (np.maximum(full.tp / per_node, 1.0) - 1.0)
     return 1.0 + inside + np.where(crosses, machine.constants.pipeline_floor * np.power(full.tp / 2.0, 1.1), 0.0)
 
