@@ -53,6 +53,12 @@ for name, placement in (("cut", Shard(0)), ("matrix", Shard(1))):
         optim.AdamW([(name, p)], state_bits=8)
     except InvalidInput as error:
         refused.append(str(error))
+columns = nn.Parameter(distribute_tensor(drawn("matrix", 0), mesh, [Shard(1)]))
+plain = optim.AdamW([("matrix", columns)], state_bits=32)
+columns.grad = distribute_tensor(drawn("matrix", 1), mesh, [Shard(1)])
+plain.step()
+expected = drawn("matrix", 0) * (1 - 1e-5) - 1e-3 * torch.sign(drawn("matrix", 1))
+equal["columns in 32 bits"] = torch.allclose(columns.full_tensor(), expected, atol=1e-5)
 copy = nn.Parameter(distribute_tensor(drawn("cut", 0), mesh, [Replicate()]))
 equal["replicated"] = optim.AdamW([("cut", copy)], state_bits=8).is_coded(copy)
 finish({"equal": equal, "refused": refused})

@@ -88,9 +88,9 @@ def shard_of(p: Tensor, name: str, *, is_embedding: bool, may_code: bool) -> Par
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
-        if not may_code:
-            return ParameterShard(name=name, full_shape=tuple(shape), start=0, stop=math.prod(shape))
         if tuple(shape[1:]) != tuple(p.shape[1:]):
+            if not may_code:  # without a name: such a part cannot be written as a range of the whole
+                return ParameterShard(name="", full_shape=tuple(shape), start=0, stop=math.prod(shape))
             raise InvalidInput(
                 f"placements of {name or 'a parameter'}", p.placements,  # type: ignore[attr-defined]
                 "do not cut along dimension 0 alone, so a rank's part is no flat range of the whole",
