@@ -20,6 +20,7 @@ from loadmaster.runtime.engine import Engine, StepResult, build
 from loadmaster.runtime.launch import Member, StopRequest, join_run
 from loadmaster.runtime.metrics import Metrics, StepRecord
 from loadmaster.runtime.modules import build_module, find_blocks, vocab_size
+from loadmaster.runtime.optim import Blockwise
 from loadmaster.runtime.optimizer import OptimizerConfig
 from loadmaster.runtime.outcome import gather_outcome
 from loadmaster.runtime.peak import PeakStep
@@ -191,6 +192,8 @@ def _introduce(say: RunProgress, run: Run, data: Sequences, engine: Engine, resu
         f"data: {len(tokens):,} tokens of {tokens.num_documents:,} documents from {run.data}; "
         f"unigram entropy {tokens.entropy:.3f} nats a token"
     )
+    if isinstance(engine.optimizer, Blockwise):
+        say.say(f"optimizer of rank 0: {engine.optimizer.describe()}")
     if run.peak_flops is None:
         say.say("MFU is not shown: the peak of this device is neither known nor measured (loadmaster measure does)")
     for name, effect in engine.findings.items():
