@@ -90,8 +90,8 @@ def test_checkpointing_each_linear_layer_saves_nothing():
     whole = saved_bytes(chain(8), stack, fp32, 137, 1)
     assert sum(whole.values()) == 1122304
     shape = Shape(batch=137, seq_len=1)
-    assert 8 * input_polynomial(chain(1), fp32)(shape) == 1122304
-    assert input_polynomial(chain(8), fp32)(shape) == 140288
+    assert 8 * input_polynomial(chain(1), fp32, stack)(shape) == 1122304
+    assert input_polynomial(chain(8), fp32, stack)(shape) == 140288
 
 
 def test_buckets_are_a_second_copy_of_the_gradients():
@@ -99,7 +99,8 @@ def test_buckets_are_a_second_copy_of_the_gradients():
     model = lm.Model.from_hf("openai-community/gpt2-xl")
     copies = price(model, "dp_replicate=8,precision=fp32", stack="accelerate").terms["buffers/buckets"]
     assert copies == pytest.approx(6230444800, rel=0.01)
-    assert "buffers/buckets" not in price(model, "dp_replicate=8,precision=fp32", stack="loadmaster").terms
+    ours = price(model, "dp_replicate=8,precision=fp32", stack="loadmaster").terms
+    assert ours["buffers/buckets"] == 0
 
 
 def test_what_stays_whole_dominates_frozen_models():
