@@ -69,8 +69,8 @@ class Priced:
         if not len(rows):
             return rows
         ties = rows[self.seconds[rows] <= (1 + TIE) * self.seconds[rows].min()]
-        axes = np.concatenate([group.num_axes() for group in self.groups])[ties]
-        ties = ties[np.lexsort((self.bytes[ties], self.seconds[ties], axes))][:count]
+        involved = np.concatenate([group.involved() for group in self.groups])[ties]
+        ties = ties[np.lexsort((self.bytes[ties], self.seconds[ties], involved))][:count]
         return np.append(ties, self._fastest(np.setdiff1d(rows, ties), count))[:count]
 
     def best_refused(self, count: int) -> NDArray[np.int64]:

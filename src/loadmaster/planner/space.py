@@ -117,12 +117,11 @@ class Columns:
         whole: Column = workload.global_batch_size // (self.dp * self.micro_batch_size)
         return np.maximum(whole, 1)
 
-    def num_axes(self) -> Column:
-        """Kinds of parallelism and of recomputation in use, a row each: how involved a layout is."""
-        degrees = (self.dp_replicate, self.dp_shard, self.tp, self.pp, self.cp, self.ep, self.virtual_stages)
-        used = sum((np.asarray(degree) > 1).astype(np.int64) for degree in degrees)
+    def involved(self) -> Column:
+        """How involved a layout is, a row each: its model-parallel degrees multiplied, then replicas and recompute."""
+        degrees = self.tp * self.pp * self.cp * self.ep * self.virtual_stages
         recompute = {"none": 0, "full": 1}.get(self.recompute, 2)
-        return np.broadcast_to(used + recompute, (len(self),))
+        return np.broadcast_to(4 * degrees + (np.asarray(self.dp_replicate) > 1) + recompute, (len(self),))
 
     def take(self, rows: Any) -> Columns:
         """Some of the rows, by mask or index."""
