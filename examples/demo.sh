@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 folder=${1:-demo}
 steps=${2:-100}
 model=examples/small-llama.json
-work=(--seq 256 --batch 8 --memory-cap "${CAP:-96MiB}")
+work=(--seq 256 --batch 8 --memory-cap "${CAP:-80MiB}")
 
 show() { printf '\n\033[1m$ %s\033[0m\n' "$*"; }
 run() { show "$@"; "$@"; }

@@ -31,7 +31,7 @@ from loadmaster.runtime.scaler import LossScaler
 from loadmaster.runtime.traffic import TrafficMeter
 from loadmaster.runtime.units import Unit, wrap_units
 from loadmaster.runtime.waits import WeightWaits
-from loadmaster.runtime.zero import ParameterBucket
+from loadmaster.runtime.zero import Gathered, ParameterBucket
 
 __all__ = ["Assembly", "assemble", "find_blocks"]
 
@@ -290,10 +290,11 @@ def _weights(
 ) -> list[ParameterBucket]:  # fmt: skip
     if stage == 0:
         return []
+    gathered = Gathered()
     return [
         ParameterBucket(
             t, _params(t, named), rank=mesh.shard.rank, free_after_use=stage == 3, shard=shard,
-            communication=communication,
+            communication=communication, gathered=gathered,
         )
         for t in tables
     ]  # fmt: skip

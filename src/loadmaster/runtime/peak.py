@@ -69,7 +69,8 @@ def _highest(profile: Any) -> int:
 class PeakStep:
     """Measures a settled step of a run: one that ends holding what it began with.
 
-    Its ledger is what stays between steps and, beyond that, what was alive at the highest moment. A step that grew
+    Its ledger is what stays between steps and, beyond that, what was alive at the highest moment: weights gathered for
+    a while (stage 3; the most there were at once) and, as one figure, activations and all else. A step that grew
     (recycled buffers come when they are first needed) is followed by another try.
     """
 
@@ -78,6 +79,7 @@ class PeakStep:
     def __init__(self, engine: Engine, device: torch.device, *, step: int) -> None:
         self.engine, self.device, self.step = engine, device, step
         self.rise: int | None = None
+        self._gathered = 0
         self._tries, self._settled = 0, False
 
     def around(self, step: int) -> contextlib.AbstractContextManager[object]:
@@ -88,8 +90,12 @@ class PeakStep:
     @contextlib.contextmanager
     def _measure(self) -> Iterator[None]:
         before = self.engine.memory_ledger().total
+        counters = [bucket.counter for bucket in self.engine.assembly.weights[:1]]
+        for counter in counters:
+            counter.most = counter.live
         with PeakMeter(self.device) as meter:
             yield
+        self._gathered = sum(counter.most for counter in counters)
         grown = int(self.engine.memory_ledger().total - before)
         self.rise = meter.rise - max(0, grown)
         self._tries, self._settled = self._tries + 1, not grown
@@ -97,4 +103,7 @@ class PeakStep:
     def ledger(self) -> Ledger:
         """At the peak; what is held, before a step was measured."""
         held = self.engine.memory_ledger()
-        return held if self.rise is None else held + Ledger("bytes", {"activations": self.rise})
+        if self.rise is None:
+            return held
+        risen = {"activations": self.rise - self._gathered, "buffers/all_gather": self._gathered}
+        return held + Ledger("bytes", {term: number for term, number in risen.items() if number})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,20 @@ from loadmaster.program.shards import Range, owned_ranges
 from loadmaster.runtime.communication import Communication, Handle
 from loadmaster.runtime.ring import Collectives
 
-__all__ = ["ParameterBucket"]
+__all__ = ["Gathered", "ParameterBucket"]
+
+
+@dataclass(slots=True)
+class Gathered:
+    """Bytes of whole buffers that exist for a while: now, and the most since somebody last set `most` to `live`."""
+
+    live: int = 0
+    most: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count a buffer that came (or, below zero, went)."""
+        self.live += num_bytes
+        self.most = max(self.most, self.live)
 
 
 class ParameterBucket:
@@ -25,8 +39,9 @@ class ParameterBucket:
 
     def __init__(
         self, table: Bucket, params: Sequence[Tensor], *, rank: int, free_after_use: bool, shard: Collectives | None,
-        communication: Communication | None,
+        communication: Communication | None, gathered: Gathered,
     ) -> None:  # fmt: skip
+        self.counter = gathered
         self.table, self.params, self.free_after_use = table, list(params), free_after_use
         self._rank, self._shard, self._communication = rank, shard, communication
         self.handle: Handle | None = None
@@ -42,6 +57,7 @@ class ParameterBucket:
         self._nan = torch.full((1,), float("nan"), dtype=first.dtype, device=first.device)
         self.shard = self._own().clone() if free_after_use else self._own()
         if free_after_use:
+            self.counter.add(self.full_bytes)
             self.free()
 
     def _own(self) -> Tensor:
@@ -61,6 +77,7 @@ class ParameterBucket:
             if self.gathered:
                 return
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self.counter.add(self.full_bytes)
             self._own().copy_(self.shard)
         self.gathered = True
         if self._communication is not None and self._shard is not None:
@@ -85,6 +102,7 @@ class ParameterBucket:
         self.gathered = False
         for param in self.params:
             param.data = self._nan.expand(param.shape)
+        self.counter.add(-self.full_bytes)
         self.full.untyped_storage().resize_(0)
 
     @property
