@@ -23,7 +23,7 @@ from loadmaster.runtime.accumulate import batch_dependent_layers
 from loadmaster.runtime.agreement import Agreement
 from loadmaster.runtime.communication import Communication
 from loadmaster.runtime.mesh import Axis, DataMesh, data_mesh
-from loadmaster.runtime.optimizer import Leaf, OptimizerConfig, build_optimizer, make_leaf
+from loadmaster.runtime.optimizer import Leaf, OptimizerConfig, build_optimizer, make_leaf, scales_in_step
 from loadmaster.runtime.recompute import recompute_blocks
 from loadmaster.runtime.reducer import BufferPool, GradientBucket, Reducer
 from loadmaster.runtime.ring import Collectives, collectives_for
@@ -71,6 +71,11 @@ class Assembly:
     scaler: LossScaler | None
     findings: dict[str, str]
     waits: WeightWaits
+
+    @property
+    def scales_in_step(self) -> bool:
+        """Whether unscaling and clipping cost no pass of their own."""
+        return scales_in_step(self.optimizer, self.leaves)
 
     @property
     def gradient_copies(self) -> int:

@@ -30,7 +30,7 @@ from loadmaster.runtime.clock import PhaseClock
 from loadmaster.runtime.loss import CausalLanguageModel, CountFunction, LossFunction, MicroBatch, count_labels
 from loadmaster.runtime.memory import memory_ledger
 from loadmaster.runtime.norm import clip_factor, sum_of_squares
-from loadmaster.runtime.optimizer import OptimizerConfig
+from loadmaster.runtime.optimizer import OptimizerConfig, step_scale
 from loadmaster.runtime.persistence import gradient_shards, load_state, state_shards
 from loadmaster.runtime.state import ReadState, StateShard
 
@@ -254,13 +254,14 @@ class Engine:
     def _update(self, factor: float, idle: set[str]) -> None:
         """Scale, step, write back, average, and send the new weights on their way."""
         parts = self.assembly
-        if factor != 1.0:
+        if factor != 1.0 and not parts.scales_in_step:
             for gradient in parts.own_gradients():
                 gradient.mul_(factor)
         for leaf in parts.leaves:
             if leaf.range.name not in idle:
                 leaf.take_gradient()
-        self.optimizer.step()
+        with step_scale(self.optimizer, factor if parts.scales_in_step else 1.0, parts.mesh.device):
+            self.optimizer.step()
         for leaf in parts.leaves:
             leaf.drop_gradient()
             leaf.write_back()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,31 @@ def make_leaf(
     return Leaf(
         range=range, full_shape=full_shape, tensor=tensor.requires_grad_(True), weights=weights, gradient=gradient
     )
+
+
+def scales_in_step(optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> bool:
+    """Whether the optimizer's own kernel can scale the gradients while it reads them, and leaves them scaled.
+
+    PyTorch's fused optimizers do (it is how GradScaler spares a pass), where a leaf's gradient is no converted copy.
+    """
+    fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return fused and all(
+        leaf.tensor.dtype == leaf.gradient.dtype and leaf.tensor.device == leaf.gradient.device for leaf in leaves
+    )
+
+
+@contextlib.contextmanager
+def step_scale(optimizer: Any, factor: float, device: torch.device) -> Iterator[None]:
+    """Let the step inside multiply its gradients by `factor`."""
+    if factor == 1.0:
+        yield
+        return
+    optimizer.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=device)  # the kernel divides
+    optimizer.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def build_optimizer(
