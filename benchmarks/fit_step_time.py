@@ -31,7 +31,7 @@ BOUNDS = {
     "logit_bytes": (4.0, 200.0), "gemm_overhead": (0.0, 1e-3), "op_floor": (0.0, 3e-4), "floor_power": (1.5, 12.0),
     "bus_efficiency": (0.5, 0.85), "nic_efficiency": (0.3, 1.0), "ring_share": (0.05, 1.0),
     "ring_share_node": (0.05, 1.0), "tp_far_efficiency": (0.1, 1.0), "tp_latency": (5e-6, 3e-4),
-    "tp_exposed": (0.0, 1.5), "tp_exposed_async": (0.0, 1.5), "send_exposed": (0.0, 1.5), "ep_exposed": (0.0, 2.0),
+    "tp_exposed": (0.35, 1.5), "tp_exposed_async": (0.2, 1.5), "send_exposed": (0.2, 1.0), "ep_exposed": (0.0, 2.0),
     "ep_latency": (0.0, 3e-4), "dp_overlap": (0.0, 1.0), "dp_overlap_sharded": (0.0, 1.0), "gather_tax": (0.0, 1.0),
     "straggler": (0.0, 0.1),
 }  # fmt: skip
@@ -103,38 +103,38 @@ FITS = {
     ),
     "megatron@h100-sxm": Fit(
         tables=RECIPES, weigh="models", scale=0.03,
-        free="gemm_efficiency low_efficiency elementwise cast tp_exposed send_exposed ep_exposed op_floor "
-        "dp_overlap_sharded straggler",
-        fixed={"attention_efficiency": 0.5, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 1e-4, "cast": 0.2},
+        free="gemm_efficiency low_efficiency elementwise cast tp_exposed send_exposed ep_exposed dp_overlap_sharded",
+        fixed={"attention_efficiency": 0.5, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 8e-5, "cast": 0.2,
+               "straggler": 0.0},
     ),
     "megatron@a100-sxm-80gb": Fit(
         tables=("papers",), weigh="models", scale=0.05,
-        free="gemm_efficiency elementwise tp_exposed op_floor straggler",
+        free="gemm_efficiency elementwise tp_exposed straggler",
         fixed={"gemm_efficiency": 0.75, "gemm_overhead": 0.0, "op_floor": 1e-4},
     ),
     "megatron@gb200": Fit(
         tables=RECIPES, weigh="models", scale=0.03,
-        free="gemm_efficiency low_efficiency fp4_efficiency ep_exposed send_exposed op_floor",
-        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 1e-4, "cast": 0.2,
-               "tp_exposed": 0.1, "dp_overlap_sharded": 0.75, "send_exposed": 0.1},
+        free="gemm_efficiency low_efficiency fp4_efficiency ep_exposed send_exposed",
+        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 8e-5, "cast": 0.2,
+               "tp_exposed": 0.4, "dp_overlap_sharded": 0.75, "send_exposed": 0.3},
     ),
     "megatron@gb300": Fit(
         tables=RECIPES, weigh="models", scale=0.03,
-        free="gemm_efficiency low_efficiency fp4_efficiency ep_exposed",
-        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 1e-4, "cast": 0.2,
-               "tp_exposed": 0.1, "dp_overlap_sharded": 0.75, "send_exposed": 0.1},
+        free="low_efficiency fp4_efficiency ep_exposed",
+        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 8e-5, "cast": 0.2,
+               "tp_exposed": 0.4, "dp_overlap_sharded": 0.75, "send_exposed": 0.3, "gemm_efficiency": 0.66},
     ),
     "megatron@b200": Fit(
         tables=(*RECIPES, "simumax_b200"), weigh="models", scale=0.03,
-        free="gemm_efficiency low_efficiency ep_exposed",
-        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 1e-4, "cast": 0.2,
-               "tp_exposed": 0.1, "dp_overlap_sharded": 0.75, "send_exposed": 0.1},
+        free="gemm_efficiency low_efficiency ep_exposed tp_exposed",
+        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 8e-5, "cast": 0.2,
+               "tp_exposed": 0.4, "dp_overlap_sharded": 0.75, "send_exposed": 0.3},
     ),
     "megatron@b300": Fit(
         tables=RECIPES, weigh="models", scale=0.03,
         free="low_efficiency ep_exposed",
-        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 1e-4, "cast": 0.2,
-               "tp_exposed": 0.1, "dp_overlap_sharded": 0.75, "send_exposed": 0.1, "gemm_efficiency": 0.65},
+        fixed={"attention_efficiency": 0.4, "gemm_overhead": 0.0, "ep_latency": 3e-4, "op_floor": 8e-5, "cast": 0.2,
+               "tp_exposed": 0.4, "dp_overlap_sharded": 0.75, "send_exposed": 0.3, "gemm_efficiency": 0.65},
     ),
 }  # fmt: skip
 
