@@ -180,8 +180,9 @@ class Errors:
     def of(cls, errors: Sequence[float]) -> Errors | None:
         """None for no errors.
 
-        >>> Errors.of([0.1, -0.1, 0.3])
-        Errors(count=3, mean=0.16..., median=0.1, p90=0.26, bias=0.1)
+        >>> found = Errors.of([0.5, -0.5, 1.0])
+        >>> found.count, round(found.mean, 3), found.median, found.p90, round(found.bias, 3)
+        (3, 0.667, 0.5, 0.9, 0.333)
         """
         if not errors:
             return None
