@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from loadmaster.cli.main import main
+from loadmaster.describe.cluster import Cluster
+from loadmaster.describe.toml import dumps
 from loadmaster.units import GIB, MIB
 
 OPT = {
@@ -129,6 +131,19 @@ def test_zero_stages_change_memory_and_traffic_together(ask: Any) -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
     assert sent[0] == sent[1] < sent[2] < sent[3]
+
+
+def test_a_device_without_a_known_peak_gets_no_utilisation(ask: Any, tmp_path: Any) -> None:
+    cluster = tmp_path / "mine.toml"
+    table = Cluster.parse("2xh100-sxm").to_dict()
+    table["device"] |= {"name": "mine", "peak_flops": {}}
+    cluster.write_text(dumps(table))
+    document, status, _ = ask("price", llama(), "--on", str(cluster), "--seq", "512")
+    assert status == 0
+    assert document["mfu"] is None
+    assert document["hfu"] is None
+    assert document["flops_per_second_per_device"] > 0
+    assert "no peak is known for mine" in document["notes"][0]
 
 
 # --- layouts

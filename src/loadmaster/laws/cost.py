@@ -115,6 +115,16 @@ class Cost:
         """Probability that the true peak is beyond the device."""
         return self.memory_interval.probability_above(self.cluster.memory_bytes)
 
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the figures has to know."""
+        if self.peak_flops is None:
+            return [
+                f"no peak is known for {self.cluster.device.name}, so no utilisation is given; "
+                "loadmaster measure measures one"
+            ]
+        return []
+
     def to_json(self, remedies: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """The document that ``loadmaster price --json`` prints: unrounded, bytes, seconds and FLOPs."""
         return {
@@ -142,6 +152,7 @@ class Cost:
             "headroom_bytes": self.headroom_bytes,
             "bubble_fraction": self.bubble_fraction,
             "remedies": list(remedies),
+            "notes": self.notes,
         }  # fmt: skip
 
     def _derived(self) -> dict[str, Any]:

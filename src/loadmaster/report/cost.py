@@ -101,8 +101,7 @@ def _speed(cost: Cost) -> Text:
     text.append(f"{cost.flops_per_second_per_device / 1e12:.1f} TFLOP/s a device\n")
     counted = "causal: half" if cost.workload.causal else "full"
     if cost.mfu is None or cost.hfu is None:
-        text.append(f"No peak is known for {cost.cluster.device.name}, so no utilisation is given; ")
-        text.append("`loadmaster measure` measures one.")
+        text.append("; ".join(cost.notes))
     else:
         text.append(f"MFU {cost.mfu:.1%}, HFU {cost.hfu:.1%} of {cost.peak_flops or 0:.4g} FLOP/s dense ")
         text.append(f"(attention counted {counted}; HFU counts recompute)")
