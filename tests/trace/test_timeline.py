@@ -229,3 +229,28 @@ def test_refusals():
         trace(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 5))
     with pytest.raises(InvalidInput, match="no trainable parameter"):
         trace(nn.Linear(4, 4).requires_grad_(False), torch.zeros(2, 4))
+
+
+def test_remembered_plans_change_nothing(zoo):
+    """The trace that asks fake tensors anew for every op equals the one that remembers, change by change."""
+    from loadmaster.trace.ghost import Plans, shared_plans
+
+    shared_plans.cache_clear()
+    quick = trace(zoo.bert, steps=1)
+    find = Plans.find
+    try:
+        Plans.find = lambda self, func, key, args, kwargs: self._ask(func, args, kwargs)
+        slow = trace(zoo.bert, steps=1)
+    finally:
+        Plans.find = find
+    for name in ("delta_event", "delta_storage", "delta_bytes"):
+        assert getattr(quick, name).tolist() == getattr(slow, name).tolist()
+    assert quick.storages == slow.storages
+
+
+def test_ghosts_and_real_tensors_are_traced_alike(zoo):
+    """The same tracer over real tensors books the same bytes at the same ops."""
+    ghostly, real = trace(zoo.vit, steps=1), trace(zoo.vit, steps=1, real=True)
+    assert ghostly.peak_bytes == real.peak_bytes
+    assert ghostly.peak.event.op == real.peak.event.op
+    assert ghostly.saved_bytes() == real.saved_bytes()

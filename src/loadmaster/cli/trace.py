@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from loadmaster.cli.outputs import check_writable
 from loadmaster.errors import InvalidInput
 from loadmaster.units import parse_count
 
@@ -32,6 +33,7 @@ def command(
     capacity: Annotated[str | None, typer.Option(help="Bytes the caching allocator may reserve, e.g. 80GiB.")] = None,
     alloc_conf: Annotated[str, typer.Option(help="As PYTORCH_CUDA_ALLOC_CONF, e.g. expandable_segments:True.")] = "",
     html: Annotated[str | None, typer.Option(help="Also write a chart as one self-contained file.")] = None,
+    snapshot: Annotated[str | None, typer.Option(help="Also write a PyTorch memory snapshot (pickle).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Trace training steps of a module without a device: its peak, what is alive then, and who keeps it."""
@@ -41,10 +43,9 @@ def command(
     from loadmaster.trace.api import trace
     from loadmaster.trace.replay import replay
 
-    if html is not None:
-        from loadmaster.cli.outputs import check_writable
-
-        check_writable(html)
+    for path in (html, snapshot):
+        if path is not None:
+            check_writable(path)
     timeline = trace(
         _factory(target, batch, parse_count(seq, field="--seq")), optimizer=optimizer, foreach=foreach,
         precision=dtype, recompute=recompute, clip=clip, steps=steps, real=real, name=target,
@@ -56,12 +57,17 @@ def command(
         from loadmaster.report.timeline_html import timeline_html
 
         Path(html).write_text(timeline_html(timeline, capacity=limit), encoding="utf-8")
+    if snapshot is not None:
+        from loadmaster.trace.snapshot import write_snapshot
+
+        write_snapshot(timeline, snapshot)
     if as_json:
         print(json.dumps({**timeline_json(timeline), "allocator": replayed.to_json()}))
     else:
         print_timeline(timeline, replayed=replayed, capacity=limit)
-        if html is not None:
-            print(f"wrote {html}")
+        for path in (html, snapshot):
+            if path is not None:
+                print(f"wrote {path}")
     if replayed.failure is not None:
         raise typer.Exit(1)
 

@@ -33,6 +33,7 @@ _WAIT = "_c10d_functional::wait_tensor"
 _LIFTS = ("aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy")
 # ops that change an argument's own sizes or storage: run on the ghost itself
 _RESHAPERS = ("aten::resize_", "aten::resize_as_", "aten::set_", "inductor::resize_storage_bytes_", "fsdp::set_")
+_PLAIN = (Ghost, torch.Tensor, torch.nn.Parameter)
 _FAKE_KEY = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -199,7 +200,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for kind in types:
             if kind is FakeTensor:
                 return func(*args, **(kwargs or {}))  # somebody else's, as DTensor's shape propagation uses them
-            if kind is not Ghost:
+            if kind not in _PLAIN:
                 return NotImplemented  # DTensor and other wrappers unwrap first, and come back
         kwargs = kwargs or {}
         facts = self._facts.get(func)
