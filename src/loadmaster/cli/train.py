@@ -109,7 +109,8 @@ def _changed(plan: PlanFile, layout: str | None) -> PlanFile:
         return plan
     named = {part.partition("=")[0].strip() for part in layout.split(",") if part.strip()}
     given = Layout.parse(layout).to_dict()
-    return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, **{n: given[n] for n in named}))
+    changed = dataclasses.replace(plan.layout, **{n: given[n] for n in named})
+    return dataclasses.replace(plan, layout=changed, predicted={} if changed != plan.layout else plan.predicted)
 
 
 def _price(plan: PlanFile) -> Cost | None:
@@ -183,7 +184,10 @@ def _finish(run: Run, cost: Cost | None, plan: PlanFile, outcome: Mapping[str, A
     from loadmaster.describe.toml import write_atomic
     from loadmaster.report.comparison import compare_run, difference_json, read_ledgers
 
-    predicted = {} if cost is None else {"memory": cost.memory, "traffic": cost.traffic, "time": cost.time}
+    if cost is not None:
+        predicted = {"memory": cost.memory, "traffic": cost.traffic, "time": cost.time}
+    else:  # a module that only code describes: what the plan says of it, if this is its layout
+        predicted = dict(plan.predicted)
     comparisons = compare_run(predicted, read_ledgers(outcome["measured"]))
     body = {
         "predicted": {kind: ledger.to_json() for kind, ledger in predicted.items()},
