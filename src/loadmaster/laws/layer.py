@@ -187,9 +187,9 @@ def _cp(block: BlockCoefficients, machine: Machine, tokens: Array, core: Array, 
         heads = sum(2 * one.attention.num_heads * one.attention.head_dim for one in block.cores)
         sent = (1.0 - 1.0 / layout.cp) * machine.element * tokens * (width + heads) / layout.tp
         return 3.0 * sent / bandwidth
-    hop = np.where(near, cluster.intra_node.latency, cluster.inter_node.latency)
-    seconds = (layout.cp - 1) * (hop + machine.element * tokens * width / layout.tp / bandwidth)
-    return 3.0 * np.maximum(seconds - c.cp_overlap * core, 0.0)
+    seconds = (layout.cp - 1) * machine.element * tokens * width / layout.tp / bandwidth
+    hops = (layout.cp - 1) * np.where(near, cluster.intra_node.latency, cluster.inter_node.latency)
+    return 3.0 * (np.maximum(seconds - c.cp_overlap * core, 0.0) + hops)
 
 
 def _ep(block: BlockCoefficients, machine: Machine, tokens: Array, layout: Any) -> Array:
