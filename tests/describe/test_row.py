@@ -50,3 +50,10 @@ def test_an_absurd_cell_is_refused_by_name(column, cell):
     row = {**first("simumax_b200.tsv", row_id="SM-0001"), column: cell}
     with pytest.raises(lm.InvalidInput, match=f"row.{column}"):
         describe_row(row)
+
+
+def test_a_table_may_lack_columns():
+    row = {k: v for k, v in first("simumax_b200.tsv", row_id="SM-0001").items() if v}
+    assert describe_row(row).model.num_params == 12369207296
+    with pytest.raises(lm.InvalidInput, match=r"row\.layers"):
+        describe_row({"row_id": "mine"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -85,6 +86,7 @@ def describe_row(row: Row) -> Described:
     Raises:
         InvalidInput: a field that the laws need is missing or has a meaning they do not know.
     """
+    row = defaultdict(str, row)  # a column that a table lacks is a cell left empty
     model = row_model(row)
     layout = row_layout(row)
     dp = layout.dp
