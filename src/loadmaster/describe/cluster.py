@@ -51,11 +51,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A tier of the network, seen by one device: latency in seconds, bandwidth in bytes/s each way."""
+    """A tier of the network, seen by one device: latency in seconds, bandwidth in bytes/s each way.
+
+    `gamma`, seconds per sqrt(byte), is how slowly bandwidth rises with a message's size; 0 where nobody measured it.
+    """
 
     latency: float
     bandwidth: float
     name: str = ""
+    gamma: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,7 @@ class Cluster:
                     latency=float(data[tier]["latency"]),
                     bandwidth=float(data[tier]["bandwidth"]),
                     name=str(data[tier].get("name", "")),
+                    gamma=float(data[tier].get("gamma", 0.0)),
                 )
                 for tier in ("intra_node", "inter_node")
             }

@@ -47,7 +47,7 @@ class Tier:
     @classmethod
     def of(cls, link: Link) -> Tier:
         """The link at its face value."""
-        return cls(alpha=link.latency, bandwidth=link.bandwidth)
+        return cls(alpha=link.latency, bandwidth=link.bandwidth, gamma=link.gamma)
 
 
 def bus_factor(op: str, n: Any) -> Any:
