@@ -10,7 +10,7 @@ from loadmaster.describe.model import Model
 from loadmaster.describe.stack import Stack
 from loadmaster.describe.workload import Workload
 from loadmaster.laws.cost import price
-from loadmaster.planner.replay import replayed_seconds
+from loadmaster.planner.replay import better_split, replayed_seconds
 
 MODEL = Model.from_hf("meta-llama/Llama-3.1-70B")
 WORK = Workload(global_batch_size=64, seq_len=4096)
@@ -41,3 +41,16 @@ def test_closed_form_is_the_replay(fields: dict[str, Any], tolerance: float) -> 
 def test_one_stage_has_nothing_to_replay() -> None:
     cost = price(MODEL, Cluster.parse("128xh100-sxm"), WORK, Layout(dp_shard=32, tp=4, zero=1), stack=MEGATRON)
     assert replayed_seconds(cost, MEGATRON) == cost.step_seconds
+
+
+def test_the_head_is_worth_layers() -> None:
+    """A vocabulary of 128k beside sixteen layers: the last stage is better off with fewer of them."""
+    model = Model.from_hf("meta-llama/Llama-3.2-1B")
+    cost = price(model, Cluster.parse("8xh100-sxm"), WORK, Layout(pp=4, dp_shard=2, zero=1), stack=MEGATRON)
+    found = better_split(cost, MEGATRON, float(cost.cluster.memory_bytes))
+    assert found is not None
+    split, seconds = found
+    assert sum(split) == model.num_layers
+    assert split[-1] < split[0]
+    assert seconds < replayed_seconds(cost, MEGATRON)
+    assert better_split(cost, MEGATRON, float(cost.memory.total)) is None  # the longer stages would not fit

@@ -18,6 +18,7 @@ from loadmaster.laws.memory import memory_total
 from loadmaster.planner.objective import cluster_sizes
 from loadmaster.planner.refusals import difference
 from loadmaster.planner.remedies import Remedy, remedies
+from loadmaster.planner.replay import better_split
 from loadmaster.planner.search import PlanResult, ability_of
 from loadmaster.planner.space import Columns, degrees, expand
 from loadmaster.program.dimensions import Dimensions
@@ -47,12 +48,14 @@ class Explanation:
         remedies: changes that save memory, the best bargain first; trades: the next-best plans.
         smallest_devices: fewest devices of this kind that hold the model, None when not even the given ones do.
         bandwidth: (what, seconds a step would take) with a faster link or memory.
+        split: layers a stage that would be faster than an even split, and the step's seconds; None where even is best.
     """
 
     remedies: tuple[Remedy, ...]
     trades: tuple[Trade, ...]
     smallest_devices: int | None
     bandwidth: tuple[tuple[str, float], ...]
+    split: tuple[tuple[int, ...], float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document's form."""
@@ -61,20 +64,24 @@ class Explanation:
             "trades": [t.to_json() for t in self.trades],
             "smallest_devices": self.smallest_devices,
             "bandwidth": [{"change": what, "step_seconds": seconds} for what, seconds in self.bandwidth],
+            "split": None
+            if self.split is None
+            else {"layers_per_stage": list(self.split[0]), "step_seconds": self.split[1]},
         }
 
 
 def explain(result: PlanResult) -> Explanation:
     """Explain the best plan of a search that found one."""
     assert result.best is not None
-    best = result.best.cost
+    best, stack = result.best.cost, Stack.named(result.stack)
     return Explanation(
         remedies=tuple(remedies(best)),
         trades=tuple(_trade(best, p.cost) for p in result.plans[1:]),
         smallest_devices=smallest_cluster(
-            result.model, result.cluster, result.workload, Stack.named(result.stack), precision=best.layout.precision
+            result.model, result.cluster, result.workload, stack, precision=best.layout.precision
         ),
         bandwidth=_bandwidth(best),
+        split=better_split(best, stack, memory_interval(stack, 1.0).usable(best.cluster.memory_bytes, 0.1)),
     )
 
 

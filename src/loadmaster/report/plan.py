@@ -70,6 +70,10 @@ def _surroundings(result: PlanResult, explanation: Explanation) -> Text:
     base = result.best.cost.step_seconds
     for what, seconds in explanation.bandwidth:
         text.append(f"With {what}: a step of {format_seconds(seconds)} ({seconds / base - 1:+.1%})\n")
+    if explanation.split is not None:
+        layers, seconds = explanation.split
+        text.append(f"With the layers split {'-'.join(map(str, layers))}: a step of {format_seconds(seconds)} ")
+        text.append(f"({seconds / base - 1:+.1%})\n")
     if explanation.smallest_devices is not None:
         text.append(f"Fewest devices of this kind that hold the model: {explanation.smallest_devices}\n")
     if result.smallest is not None:
