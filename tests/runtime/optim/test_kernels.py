@@ -2,7 +2,11 @@
 
 import copy
 import importlib.util
+import os
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +124,18 @@ def test_the_portable_build_agrees_too(monkeypatch) -> None:
             test_one_step_agrees_with_the_reference(cls, 8, torch.float32, "native", monkeypatch)
     finally:
         native._library.cache_clear()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton here")
+@pytest.mark.parametrize("options", [["all"], ["bf16", "captured"]], ids=" ".join)
+def test_the_triton_kernel_compiles_for_cuda(options) -> None:
+    """Without a GPU: the interpreter takes what the compiler refuses, so running there is not enough."""
+    program = Path(__file__).parents[2] / "programs" / "compile_triton.py"
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, program, *options], env=env, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_which_kernel_runs_can_be_asked() -> None:

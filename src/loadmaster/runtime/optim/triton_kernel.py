@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -60,11 +61,23 @@ def _launch(work: Work) -> None:
     _kernel()[(num_blocks(work.param.numel(), work.block),)](
         work.param, work.grad, *first, *second, scalars, work.step.to(device) if captured else scalars,
         work.param.numel(), work.start // work.block, _signed(work.seed), _signed(work.key),
-        RULE=int(work.rule), BLOCK=work.block, CODED=work.moments[0].scales is not None, NESTEROV=work.nesterov,
-        STOCHASTIC=work.stochastic, BF16=work.param.dtype is torch.bfloat16, CAPTURED=captured,
-        S_OFFSET=_signed(SIGNED_OFFSET), U_OFFSET=_signed(UNSIGNED_OFFSET), S_TOP=SIGNED_TOP, U_TOP=UNSIGNED_TOP,
-        S_UNIT=SIGNED_UNIT, U_HALF=UNSIGNED_OFFSET >> 2, S_HALF=SIGNED_OFFSET >> 1,
+        **constants(
+            rule=int(work.rule), block=work.block, coded=work.moments[0].scales is not None, nesterov=work.nesterov,
+            stochastic=work.stochastic, bf16=work.param.dtype is torch.bfloat16, captured=captured,
+        ),
     )  # fmt: skip
+
+
+def constants(
+    *, rule: int, block: int, coded: bool, nesterov: bool, stochastic: bool, bf16: bool, captured: bool
+) -> dict[str, Any]:
+    """What the kernel is compiled for, by the names of its arguments."""
+    return {
+        "RULE": rule, "BLOCK": block, "CODED": coded, "NESTEROV": nesterov, "STOCHASTIC": stochastic, "BF16": bf16,
+        "CAPTURED": captured, "S_OFFSET": _signed(SIGNED_OFFSET), "U_OFFSET": _signed(UNSIGNED_OFFSET),
+        "S_TOP": SIGNED_TOP, "U_TOP": UNSIGNED_TOP, "S_UNIT": SIGNED_UNIT, "U_HALF": UNSIGNED_OFFSET >> 2,
+        "S_HALF": SIGNED_OFFSET >> 1,
+    }  # fmt: skip
 
 
 def _signed(x: int) -> int:
@@ -72,14 +85,18 @@ def _signed(x: int) -> int:
     return x - 2**32 if x >= 2**31 else x
 
 
-_compiled: Any = None
+_made: dict[bool, Any] = {}  # by whether it is interpreted
 
 
 def _kernel() -> Any:
-    """The kernel, compiled (or interpreted) when first needed: importing this module needs no GPU."""
-    global _compiled
-    if _compiled is None:
-        from loadmaster.runtime.optim.kernels import blockwise_triton
+    """The kernel, compiled or interpreted, made when first needed: importing this file needs neither GPU nor Triton.
 
-        _compiled = blockwise_triton.step_kernel
-    return _compiled
+    Triton decides for the interpreter when it decorates, so a module that was decorated otherwise is loaded again.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted not in _made:
+        module = importlib.import_module("loadmaster.runtime.optim.kernels.blockwise_triton")
+        if ("Interpreted" in type(module.step_kernel).__name__) != interpreted:
+            module = importlib.reload(module)
+        _made[interpreted] = module.step_kernel
+    return _made[interpreted]

@@ -1,9 +1,7 @@
 """One optimizer step in Triton, a program a block: the same code, rounding and rules as blockwise.c."""
 
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -12,7 +10,7 @@ __all__ = ["step_kernel"]
 
 
 @triton.jit
-def mix(x: Any) -> Any:
+def mix(x):
     """A 32-bit hash of uint32."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
@@ -20,7 +18,7 @@ def mix(x: Any) -> Any:
 
 
 @triton.jit
-def dither(turn: Any, lane: Any, UPPER: tl.constexpr) -> Any:
+def dither(turn, lane, UPPER: tl.constexpr):
     """[1, 2), evenly spread over the block, from the upper or the lower bits."""
     weyl = turn + lane * 0x9E3779B9
     shifted = (weyl >> 9) if UPPER else (weyl << 5)
@@ -28,20 +26,20 @@ def dither(turn: Any, lane: Any, UPPER: tl.constexpr) -> Any:
 
 
 @triton.jit
-def inverse(top: Any, scale: Any) -> Any:
+def inverse(top, scale):
     """top / scale, finite; 0 for an empty block."""
     return tl.where(scale > 0, tl.minimum(top / tl.where(scale > 0, scale, 1.0), 3.4028234e38), 0.0)
 
 
 @triton.jit
-def largest(x: Any) -> Any:
+def largest(x):
     """Largest magnitude by its bits, so that a NaN is the largest of all."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.reduce(bits, 0, tl.standard._elementwise_max).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def decode_signed(code: Any, scale: Any, TOP: tl.constexpr, OFFSET: tl.constexpr) -> Any:
+def decode_signed(code, scale, TOP: tl.constexpr, OFFSET: tl.constexpr):
     """fp32 values of int8 codes."""
     bits = code.to(tl.float32).to(tl.int32, bitcast=True)
     magnitude = (bits << 1) - OFFSET
@@ -51,7 +49,7 @@ def decode_signed(code: Any, scale: Any, TOP: tl.constexpr, OFFSET: tl.constexpr
 
 
 @triton.jit
-def decode_unsigned(code: Any, scale: Any, TOP: tl.constexpr, OFFSET: tl.constexpr) -> Any:
+def decode_unsigned(code, scale, TOP: tl.constexpr, OFFSET: tl.constexpr):
     """fp32 values of uint8 codes."""
     bits = code.to(tl.float32).to(tl.int32, bitcast=True)
     value = ((bits << 2) - OFFSET).to(tl.float32, bitcast=True)
@@ -60,13 +58,13 @@ def decode_unsigned(code: Any, scale: Any, TOP: tl.constexpr, OFFSET: tl.constex
 
 
 @triton.jit
-def nearest(y: Any) -> Any:
+def nearest(y):
     """Nearest whole number, ties to even, of |y| < 2**22: adding 1.5 * 2**23 leaves no bit for a fraction."""
     return (y + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def rounded(y: Any, old: Any, turn: Any, lane: Any, dithered: Any, UPPER: tl.constexpr) -> Any:
+def rounded(y, old, turn, lane, dithered, UPPER: tl.constexpr):
     """Nearest code, or a stochastic one where the nearest is the old code and the move would be lost."""
     near = nearest(y)
     far = tl.floor(y + dither(turn, lane, UPPER)) - 1.0
@@ -75,9 +73,9 @@ def rounded(y: Any, old: Any, turn: Any, lane: Any, dithered: Any, UPPER: tl.con
 
 @triton.jit
 def encode_signed(
-    x: Any, scale: Any, old: Any, turn: Any, lane: Any, dithered: Any,
+    x, scale, old, turn, lane, dithered,
     TOP: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr,
-) -> Any:  # fmt: skip
+):  # fmt: skip
     """int8 codes of fp32 values."""
     bits = (x * inverse(TOP, scale)).to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -89,9 +87,7 @@ def encode_signed(
 
 
 @triton.jit
-def encode_unsigned(
-    x: Any, scale: Any, old: Any, turn: Any, lane: Any, dithered: Any, TOP: tl.constexpr, HALF: tl.constexpr
-) -> Any:
+def encode_unsigned(x, scale, old, turn, lane, dithered, TOP: tl.constexpr, HALF: tl.constexpr):
     """uint8 codes of fp32 values >= 0; what is not zero never becomes code 0."""
     bits = (x * inverse(TOP, scale)).to(tl.int32, bitcast=True)
     curve = ((bits >> 2) + HALF).to(tl.float32, bitcast=True)
@@ -106,7 +102,7 @@ def step_kernel(
     RULE: tl.constexpr, BLOCK: tl.constexpr, CODED: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
     BF16: tl.constexpr, CAPTURED: tl.constexpr, S_OFFSET: tl.constexpr, U_OFFSET: tl.constexpr, S_TOP: tl.constexpr,
     U_TOP: tl.constexpr, S_UNIT: tl.constexpr, U_HALF: tl.constexpr, S_HALF: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A block's step: decode, update, find the scale, encode."""
     number = tl.program_id(0)
     place = (number + first_block).to(tl.int64)
