@@ -130,13 +130,12 @@ class Deferral:
     pile up. Receiving from another stage stops the host and with it the pile.
 
     Attributes:
-        copies: by pipeline stages (from that number on), then by tp 2, 4, 8 and more.
-        single: fewer where a lone stage has one micro-batch; max_tp, max_devices: none seen beyond.
+        copies: by pipeline stages (from that number on), then by tp 2, 4, 8, 16 and more.
+        single: fewer where a lone stage has one micro-batch; max_devices: none seen beyond, up to tp 16.
     """
 
-    copies: tuple[tuple[int, tuple[float, float, float, float]], ...] = ()
+    copies: tuple[tuple[int, tuple[float, float, float, float, float]], ...] = ()
     single: float = 0.0
-    max_tp: int = 16
     max_devices: int = 256
 
 

@@ -64,12 +64,12 @@ def _copies(run: Run) -> Number:
     stream = run.tokens * run.model.hidden_size * run.compute_bytes
     waiting: Number = 0
     for stages, by_tp in rule.deferral.copies:
-        column: Number = by_tp[3]
-        for degree, number in zip((8, 4, 2), by_tp[2::-1], strict=True):
+        column: Number = by_tp[4]
+        for degree, number in zip((16, 8, 4, 2), by_tp[3::-1], strict=True):
             column = where(layout.tp <= degree, number, column)
         waiting = where(layout.pp >= stages, column, waiting)
     lone = (layout.pp == 1) & (run.micro_batches == 1)
     waiting = where(lone, greater(waiting - rule.deferral.single, 0), waiting)
     devices = layout.dp_replicate * layout.dp_shard * layout.tp * layout.pp * layout.cp
-    seen = (layout.tp <= rule.deferral.max_tp) & (devices <= rule.deferral.max_devices)
+    seen = (layout.tp > 16) | (devices <= rule.deferral.max_devices)
     return where(layout.tp > 1, stream * (rule.streams + 2 * where(seen, waiting, 0)), 0)
