@@ -62,11 +62,17 @@ def stage_params(numbers: ModelCoefficients, full: Any, first: Array, last: Arra
 
 
 def gradient_seconds(
-    numbers: ModelCoefficients, machine: Machine, full: Any, first: Array, last: Array, m: Array, *, whole_step: Any
+    numbers: ModelCoefficients, machine: Machine, full: Any, first: Array, last: Array, m: Array, *, whole_step: Any,
+    trained: float = 1.0,
 ) -> dict[str, Array]:  # fmt: skip
-    """Terms of the data axes and the update: accumulation, gathers and scatters, replicas, optimizer."""
+    """Terms of the data axes and the update: accumulation, gathers and scatters, replicas, optimizer.
+
+    Args:
+        m: micro-batches; whole_step: compute they hide beside; trained: share of the weights that has gradients.
+    """
     c, precision, cluster = machine.constants, machine.precision, machine.cluster
-    dense, expert = stage_params(numbers, full, first, last)
+    held, held_expert = stage_params(numbers, full, first, last)
+    dense, expert = trained * held, trained * held_expert
     shards, replicas = full.dp_shard * full.cp, full.dp_replicate
     stride = full.tp
     ring = ring_bandwidth(machine, shards, stride)
@@ -79,7 +85,8 @@ def gradient_seconds(
             shards > full.ep, (1.0 - full.ep / shards) * expert_bytes / expert_ring, 0.0
         )
 
-    scatter, gather = once(dense * grad, expert * grad), once(dense * weight, expert * weight)
+    scatter, updated = once(dense * grad, expert * grad), once(dense * weight, expert * weight)
+    gather = once(held * weight, held_expert * weight)
     replica_ring = ring_bandwidth(machine, replicas, stride * shards)
     part = (dense + expert) / np.where(full.zero > 0, shards, 1) * grad
     replica = np.where(replicas > 1, 2.0 * (replicas - 1) / replicas * part / replica_ring, 0.0)
@@ -95,7 +102,7 @@ def gradient_seconds(
         + c.gather_tax * np.minimum(2.0 * gather + scatter_each, whole_step.forward + whole_step.backward)
     )
     often = np.where((full.zero == 2) & full.reduce_each_micro_batch, m, 1.0)
-    plain = np.where(full.zero > 0, often * scatter + gather, scatter + once(dense * grad, expert * grad))
+    plain = np.where(full.zero > 0, often * scatter + updated, 2.0 * scatter)
     beside = np.where(full.zero > 0, c.dp_overlap_sharded, c.dp_overlap) * whole_step.backward
     each, last_bucket = _buckets(machine, full, (dense + expert) * grad, plain, shards * stride)
     exposed = np.maximum(plain + each - beside, last_bucket)

@@ -235,8 +235,10 @@ def _terms(numbers: ModelCoefficients, machine: Machine, workload: Workload, ful
     idle = _idle_share(full, beat, again)
     bubble = idle * np.maximum(every - slowest, 0.0)
     sends = np.where(p > 1, (m * v + (p - 1)) * send, 0.0)
-    gradients = gradient_seconds(numbers, machine, full, first, np.where(p > 1, last, first), m, whole_step=Work(
-        forward=layers_worst * pace.forward, backward=layers_worst * (pace.slower - pace.forward)))  # fmt: skip
+    gradients = gradient_seconds(
+        numbers, machine, full, first, np.where(p > 1, last, first), m, trained=_trained_share(numbers, workload),
+        whole_step=Work(forward=layers_worst * pace.forward, backward=layers_worst * (pace.slower - pace.forward)),
+    )  # fmt: skip
     scale = m * layers_worst
     return {
         "forward": scale * layer.forward + m * head_worst * (beat.head_forward + beat.embedding),
@@ -292,6 +294,15 @@ class Work:
 
     forward: Array
     backward: Array
+
+
+def _trained_share(numbers: ModelCoefficients, workload: Workload) -> float:
+    """Share of the weights with gradients and moments: adapters of rank r hold r (d_in + d_out) for d_in d_out."""
+    if workload.frozen == "none":
+        return 1.0
+    products = [p for block, _ in numbers.blocks for p in block.products]
+    whole = sum(p.d_in * p.d_out for p in products)
+    return min(1.0, workload.lora_rank * sum(p.d_in + p.d_out for p in products) / max(whole, 1))
 
 
 def _recompute_share(numbers: ModelCoefficients, full: Columns) -> Array:
