@@ -61,7 +61,9 @@ for per_batch in (1, SEQUENCES // size):  # several micro-batches a rank, and on
     reference = run(Layout(precision="fp32"), per_batch, 0)
     for replicate, shard in shapes:
         for zero in range(4 if shard > 1 else 1):
-            layout = Layout(dp_replicate=replicate, dp_shard=shard, zero=zero, precision="fp32", bucket_bytes=8192)
+            layout = Layout(
+                dp_replicate=replicate, dp_shard=shard, zero=zero, precision="fp32", bucket_bytes=16384 * size // 2
+            )
             if per_batch == 1:
                 layout = dataclasses.replace(layout, recompute="full")
             rows.append(compare(layout, "direct", per_batch, reference))

@@ -20,7 +20,7 @@ from loadmaster.errors import LoadmasterError
 
 __all__ = ["Agreement", "Place", "RankFailure"]
 
-_POLL = 0.1  # seconds between looks at the store
+_POLL = 0.2  # seconds between looks at the store
 _BEAT = 0.5  # seconds between heartbeats
 _SILENT = 2.0  # seconds without a heartbeat after which a rank is taken for dead
 _generation = 0
