@@ -12,8 +12,8 @@ from loadmaster.program.stages import assign_stages, balanced_by_cost
 
 __all__ = ["MOST_ACTIONS", "better_split", "replayed_seconds"]
 
-MOST_ACTIONS = 60_000  # of a table: longer ones keep the closed form
-MOST_CUTS = 600_000  # that the search for a better split looks at
+MOST_ACTIONS = 30_000  # of a table: longer ones keep the closed form
+MOST_CUTS = 300_000  # that the search for a better split looks at
 _PIPELINE = (
     "forward", "backward", "recompute", "communication/tp", "communication/cp", "communication/ep", "communication/pp",
     "host", "straggler", "bubble",
@@ -63,4 +63,4 @@ def better_split(cost: Cost, stack: Stack, usable: float) -> tuple[tuple[int, ..
     if max(grown, 1.0) * cost.memory.total > usable:
         return None
     seconds = replayed_seconds(cost, stack, split=split)
-    return (split, seconds) if seconds < 0.995 * replayed_seconds(cost, stack) else None
+    return (split, seconds) if seconds < 0.995 * cost.step_seconds else None

@@ -26,7 +26,7 @@ from loadmaster.program.dimensions import Dimensions
 __all__ = ["Plan", "PlanResult", "ability_of", "plan", "usual_precision"]
 
 NEAR = 0.05  # share by which the closed form of memory may be above the count of the tables
-REPLAYED = 8  # of these, pipelines played action by action
+REPLAYED = 3  # of these, pipelines played action by action
 REFINED = 24  # of the best, priced once more one by one, by replay where the laws replay
 
 
