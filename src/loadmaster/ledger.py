@@ -6,6 +6,7 @@ subtraction. Integers stay integers; nothing is rounded before it is printed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -42,6 +43,20 @@ class Ledger:
                 raise InvalidInput("ledger.terms", repr(name), "is not a term name", "write e.g. optimizer/exp_avg")
         object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "terms", MappingProxyType(dict(terms)))
+
+    @classmethod
+    def read(cls, field: str, unit: object, terms: object) -> Ledger:
+        """A ledger out of a file, whose terms have to be finite numbers.
+
+        Raises:
+            InvalidInput: the field, and the term, that are not.
+        """
+        if not isinstance(terms, Mapping):
+            raise InvalidInput(f"{field}.terms", repr(terms), "is no table of numbers", "write the file again")
+        for name, number in terms.items():
+            if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
+                raise InvalidInput(f"{field}.terms.{name}", repr(number), "is no number", "write the file again")
+        return cls(str(unit), terms)
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[str, dict[str, Number]]]:
         return Ledger, (self.unit, dict(self.terms))

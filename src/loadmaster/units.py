@@ -6,6 +6,7 @@ A multiply-add is 2 FLOPs. KiB, MiB, GiB are powers of 1024; kB, MB, GB powers o
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from loadmaster.errors import InvalidInput
 
@@ -17,14 +18,15 @@ _SUFFIXES = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
     "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB,
 }  # fmt: skip
-_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,6})?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_LARGEST = 1 << 63
 
 
 def parse_count(text: str | int, *, field: str = "value") -> int:
     """Whole number from ``"4Mi"``, ``"25 MiB"``, ``"8GB"``, ``"1e9"`` or an int; a fraction of a unit is cut to whole.
 
     Raises:
-        InvalidInput: the text is no number, or not a whole one.
+        InvalidInput: the text is no number, not a whole one, or too large to be meant.
 
     >>> parse_count("4Mi"), parse_count("14.56GiB"), parse_count("8k"), parse_count(7)
     (4194304, 15633680957, 8000, 7)
@@ -33,8 +35,10 @@ def parse_count(text: str | int, *, field: str = "value") -> int:
         return text
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise InvalidInput(field, repr(text), "is not a number with an optional unit", "write e.g. 4Mi or 25MiB")
-    number = float(match[1]) * _SUFFIXES[(match[2] or "").lower()]
+        raise InvalidInput(field, repr(text), "is no count: a number with an optional unit", "write e.g. 4Mi or 25MiB")
+    number = Decimal(match[1]) * _SUFFIXES[(match[2] or "").lower()]  # exact, where a float would round
+    if number >= _LARGEST:
+        raise InvalidInput(field, repr(text[:40]), "is larger than 2^63", "give a smaller number")
     if number != int(number) and not match[2]:
         raise InvalidInput(field, repr(text), "is not a whole number", "use a smaller unit")
     return int(number)

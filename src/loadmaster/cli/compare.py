@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from loadmaster.describe.require import real
 from loadmaster.errors import InvalidInput
 
 
@@ -19,14 +20,24 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Set what was predicted for a run against what it measured."""
+    if tolerance is not None:
+        real("--tolerance", tolerance)
     body = read_ledger_file(Path(run))
     if as_json:
         print(json.dumps(body))
     else:
         show_ledgers(body)
-    percent = body.get("difference", {}).get("memory", {}).get("percent")
-    if tolerance is not None and (percent is None or abs(percent) > tolerance):
+    if tolerance is not None and not _within(body, tolerance):
         raise typer.Exit(1)
+
+
+def _within(body: dict[str, Any], tolerance: float) -> bool:
+    """The memory peak is off by no more than `tolerance` per cent."""
+    from loadmaster.report.comparison import compare_run, read_ledgers
+
+    both = compare_run(read_ledgers(body.get("predicted") or {}), read_ledgers(body["measured"])).get("memory")
+    percent = None if both is None else both.total.percent
+    return percent is not None and abs(percent) <= tolerance
 
 
 def read_ledger_file(run: Path) -> dict[str, Any]:
@@ -42,9 +53,11 @@ def read_ledger_file(run: Path) -> dict[str, Any]:
         raise InvalidInput(
             "run", str(run), f"has no ledger.json ({error.strerror})", "give a folder that loadmaster train finished"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput("run", str(path), f"is no JSON ({error})", "run the plan again") from None
-    if not isinstance(body, dict) or not isinstance(body.get("measured"), dict):
+    if not isinstance(body, dict) or not (
+        isinstance(body.get("measured"), dict) and isinstance(body.get("summary", []), list)
+    ):
         raise InvalidInput("run", str(path), "is no ledger of a run", "give the folder that train wrote")
     return body
 
@@ -61,5 +74,5 @@ def show_ledgers(body: dict[str, Any]) -> None:
         console.print(comparison_table(kind, both))
     if not comparisons:
         console.print("Nothing was predicted for this run (a model:factory without a config).")
-    for line in body.get("summary", []):
+    for line in body.get("summary") or ():
         console.print(line, highlight=False, soft_wrap=True)

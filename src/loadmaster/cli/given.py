@@ -5,22 +5,28 @@ from __future__ import annotations
 import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import replace
+from typing import NoReturn
 
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
-from loadmaster.describe.workload import Workload
-from loadmaster.errors import InvalidInput
+from loadmaster.describe.workload import LOSSES, Workload
+from loadmaster.errors import InvalidInput, LoadmasterError
 from loadmaster.units import parse_count
 
 __all__ = ["add_step_options", "new_parser", "read_batch", "read_cluster", "read_layout", "read_workload"]
 
-LOSSES = ("cross_entropy", "fused", "chunked")
+
+class _Parser(ArgumentParser):
+    """Refuses in one line, as every other wrong input is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LoadmasterError(f"{message}; {self.prog} --help lists the options")
 
 
 def new_parser(name: str, description: str) -> ArgumentParser:
     """An empty parser of one command."""
-    return ArgumentParser(
+    return _Parser(
         prog=f"loadmaster {name}", description=description, formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
@@ -69,7 +75,9 @@ def read_workload(args: Namespace, model: Model, *, default_batch: int | None = 
         raise InvalidInput("--loss", args.loss, "is not known", f"use one of {', '.join(LOSSES)}")
     batch = default_batch if args.batch is None and default_batch else read_batch(args.batch, seq_len)
     if batch * seq_len > 1 << 44:
-        raise InvalidInput("--batch", args.batch, f"is {batch * seq_len} tokens a step", "give at most 2^44 tokens")
+        raise InvalidInput(
+            "--batch times --seq", f"{batch} * {seq_len}", "is more than 2^44 tokens a step", "give fewer of either"
+        )
     return Workload(
         global_batch_size=batch, seq_len=seq_len, optimizer=args.optimizer, loss=args.loss, causal=args.causal
     )

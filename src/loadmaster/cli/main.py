@@ -88,7 +88,6 @@ def _with_typer(module: ModuleType, name: str, args: list[str]) -> int:
     except typer.Abort:
         raise KeyboardInterrupt from None
     except Exception as error:  # the parser's own usage errors: typer vendors its exception types
-        if not (hasattr(error, "show") and hasattr(error, "exit_code")):
+        if not hasattr(error, "format_message"):
             raise
-        error.show()
-        return int(error.exit_code)
+        raise LoadmasterError(f"{error.format_message()}; loadmaster {name} --help lists the options") from None

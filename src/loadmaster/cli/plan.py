@@ -38,11 +38,17 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     """Search, print, write; 1 when nothing fits."""
+    from loadmaster.cli.outputs import check_writable
     from loadmaster.describe.families import read_config
     from loadmaster.describe.model import Model
+    from loadmaster.describe.require import real
     from loadmaster.planner.explain import explain
     from loadmaster.planner.objective import search
 
+    if args.output is not None:
+        check_writable(args.output)
+    if args.price is not None:
+        real("--price", args.price, above=0)
     name, config = read_config(args.model)
     cluster = read_cluster(args, devices=args.devices)
     model = Model.from_hf(args.model)

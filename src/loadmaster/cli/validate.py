@@ -26,8 +26,10 @@ def parser() -> ArgumentParser:
 def run(args: Namespace) -> int:
     """Score and print."""
     from loadmaster.cli.outputs import check_writable
+    from loadmaster.describe.require import whole
     from loadmaster.report.validation import score_files, summarise
 
+    whole("--worst", args.worst, least=0)
     if args.markdown:
         check_writable(args.markdown)
     rows = list(score_files(args.files))

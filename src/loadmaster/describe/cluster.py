@@ -16,10 +16,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from loadmaster.describe.require import flag, given, real, whole
 from loadmaster.errors import InvalidInput
 from loadmaster.units import parse_count
 
 __all__ = ["Cluster", "Device", "Link", "device_names"]
+
+_MOST_DEVICES = 1 << 24  # of a node, and nodes: what is larger is a slip of the pen
+_SEE = "see docs/cluster-file.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,15 @@ class Device:
     price_per_hour: float | None = None
     measured: bool = False
 
+    def __post_init__(self) -> None:
+        whole("device.memory_bytes", self.memory_bytes)
+        real("device.memory_bandwidth", self.memory_bandwidth, above=0)
+        for dtype, peak in self.peak_flops.items():
+            real(f"device.peak_flops.{dtype}", peak, above=0)
+        if self.price_per_hour is not None:
+            real("device.price_per_hour", self.price_per_hour, above=0)
+        flag("device.measured", self.measured)
+
     def peak(self, dtype: str) -> float | None:
         """Dense peak FLOP/s for matrix products in `dtype`, or None when it is not known."""
         if dtype == "fp32" and "fp32" not in self.peak_flops:
@@ -60,6 +73,11 @@ class Link:
     bandwidth: float
     name: str = ""
     gamma: float = 0.0
+
+    def __post_init__(self) -> None:
+        real("link.latency", self.latency)
+        real("link.bandwidth", self.bandwidth, above=0)
+        real("link.gamma", self.gamma)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +102,13 @@ class Cluster:
     memory_cap: int | None = None
     source: str = ""
     link_domain: int | None = None
+
+    def __post_init__(self) -> None:
+        whole("cluster.devices_per_node", self.devices_per_node, most=_MOST_DEVICES)
+        whole("cluster.num_nodes", self.num_nodes, most=_MOST_DEVICES)
+        for name in ("memory_cap", "link_domain"):
+            if getattr(self, name) is not None:
+                whole(f"cluster.{name}", getattr(self, name))
 
     @property
     def fast_domain(self) -> int:
@@ -163,37 +188,20 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
-        """Build from the parsed TOML of a cluster file."""
-        try:
-            device = data["device"]
-            built = Device(
-                name=str(device["name"]), memory_bytes=parse_count(device["memory_bytes"]),
-                memory_bandwidth=float(device["memory_bandwidth"]),
-                peak_flops={str(k): float(v) for k, v in device.get("peak_flops", {}).items()},
-                source=str(device.get("source", "")), price_per_hour=device.get("price_per_hour"),
-                measured=bool(device.get("measured", False)),
-            )  # fmt: skip
-            links = {
-                tier: Link(
-                    latency=float(data[tier]["latency"]),
-                    bandwidth=float(data[tier]["bandwidth"]),
-                    name=str(data[tier].get("name", "")),
-                    gamma=float(data[tier].get("gamma", 0.0)),
-                )
-                for tier in ("intra_node", "inter_node")
-            }
-            cap, domain = data.get("memory_cap"), data.get("link_domain")
-            return cls(
-                device=built, devices_per_node=int(data["devices_per_node"]), num_nodes=int(data.get("num_nodes", 1)),
-                memory_cap=None if cap is None else parse_count(cap), source=str(data.get("source", "")),
-                link_domain=None if domain is None else int(domain), **links,
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InvalidInput):
-                raise
-            raise InvalidInput(
-                "cluster", error, "is missing or has the wrong form", "see docs/cluster-file.md"
-            ) from None
+        """Build from the parsed TOML of a cluster file.
+
+        Raises:
+            InvalidInput: a field is missing or holds what it may not.
+        """
+        links = {tier: _link(data, tier) for tier in ("intra_node", "inter_node")}
+        domain = data.get("link_domain")
+        return cls(
+            device=_device(given("cluster", data, "device", see=_SEE)),
+            devices_per_node=given("cluster", data, "devices_per_node", see=_SEE),
+            num_nodes=data.get("num_nodes", 1),
+            memory_cap=_bytes("cluster.memory_cap", data["memory_cap"]) if "memory_cap" in data else None,
+            source=str(data.get("source", "")), link_domain=domain, **links,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` reads: the tables of a cluster file."""
@@ -218,6 +226,38 @@ class Cluster:
                 for tier, link in (("intra_node", self.intra_node), ("inter_node", self.inter_node))
             },
         }
+
+
+def _device(table: Any) -> Device:
+    """The device of a cluster file; integers may stand where a rate is meant."""
+    field = "cluster.device"
+    peaks = table.get("peak_flops", {}) if isinstance(table, Mapping) else {}
+    if not isinstance(peaks, Mapping):
+        raise InvalidInput(f"{field}.peak_flops", repr(peaks), "is not a table", _SEE)
+    return Device(
+        name=str(given(field, table, "name", see=_SEE)),
+        memory_bytes=_bytes(f"{field}.memory_bytes", given(field, table, "memory_bytes", see=_SEE)),
+        memory_bandwidth=real(f"{field}.memory_bandwidth", given(field, table, "memory_bandwidth", see=_SEE), above=0),
+        peak_flops={str(k): real(f"{field}.peak_flops.{k}", v, above=0) for k, v in peaks.items()},
+        source=str(table.get("source", "")),
+        price_per_hour=table.get("price_per_hour"),
+        measured=table.get("measured", False),
+    )
+
+
+def _link(data: Mapping[str, Any], tier: str) -> Link:
+    field, table = f"cluster.{tier}", given("cluster", data, tier, see=_SEE)
+    return Link(
+        latency=real(f"{field}.latency", given(field, table, "latency", see=_SEE)),
+        bandwidth=real(f"{field}.bandwidth", given(field, table, "bandwidth", see=_SEE), above=0),
+        name=str(table.get("name", "")),
+        gamma=real(f"{field}.gamma", table.get("gamma", 0.0)),
+    )
+
+
+def _bytes(field: str, value: object) -> int:
+    """A whole number, or a text with a unit."""
+    return whole(field, parse_count(value, field=field) if isinstance(value, str) else value)
 
 
 @cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadmaster.describe.precision import Precision
+from loadmaster.describe.require import flag, one_of, whole
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
 from loadmaster.units import MIB, parse_count
@@ -73,15 +74,15 @@ class Layout:
             "bucket_bytes",
         )
         for field in positive:
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidInput(
-                    f"layout.{field}", value, "must be a whole number of at least 1", "use 1 to switch it off"
-                )
-        _one_of("zero", self.zero, (0, 1, 2, 3))
-        _one_of("optimizer_bits", self.optimizer_bits, (32, 8))
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _one_of("recompute", self.recompute, RECOMPUTE)
+            whole(f"layout.{field}", getattr(self, field))
+        for field in ("recompute_blocks", "vocab_padding"):
+            whole(f"layout.{field}", getattr(self, field), least=0)
+        for field in ("sequence_parallel", "reduce_each_micro_batch", "offload_optimizer", "replicate_kv_heads"):
+            flag(f"layout.{field}", getattr(self, field))
+        one_of("layout.zero", self.zero, (0, 1, 2, 3))
+        one_of("layout.optimizer_bits", self.optimizer_bits, (32, 8))
+        one_of("layout.schedule", self.schedule, SCHEDULES)
+        one_of("layout.recompute", self.recompute, RECOMPUTE)
         Precision.named(self.precision)
         if self.recompute_blocks and self.recompute != "blocks":
             raise InvalidInput(
@@ -102,12 +103,14 @@ class Layout:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         given: dict[str, Any] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
-            name, _, value = item.partition("=")
+            name, equals, value = (part.strip() for part in item.partition("="))
+            if not equals and name in fields and isinstance(fields[name].default, bool):
+                value = "true"
             if name not in fields:
                 raise InvalidInput("layout", name, "is not a field of a layout", f"use {', '.join(fields)}")
             if name in given:
                 raise InvalidInput(f"layout.{name}", value, "is given twice", "name every field once")
-            given[name] = _read(f"layout.{name}", value or "true", fields[name].default)
+            given[name] = _read(f"layout.{name}", value, fields[name].default)
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,11 +153,6 @@ class Layout:
                 f"use a global batch of {near}, another micro_batch_size, or another number of data ranks",
             )  # fmt: skip
         return count
-
-
-def _one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise InvalidInput(f"layout.{field}", value, "is not known", f"use one of {', '.join(map(str, allowed))}")
 
 
 def _read(field: str, text: str, default: object) -> object:

@@ -18,6 +18,7 @@ from typing import Any
 from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.model import Model
+from loadmaster.describe.require import text
 from loadmaster.describe.toml import dumps, write_atomic
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
@@ -95,7 +96,7 @@ class PlanFile:
             raise InvalidInput("plan.version", data.get("version"), f"is not {_VERSION}", "write the plan again")
         try:
             return cls._from_dict(data)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if isinstance(error, InvalidInput):
                 raise
             raise InvalidInput(
@@ -112,12 +113,13 @@ class PlanFile:
             name=str(model["name"]),
             config=None if config is None else json.loads(config),
             factory=factory,
-            stack=str(data["stack"]),
+            stack=text("plan.stack", data["stack"]),
             workload=Workload(**data["workload"]),
             layout=Layout(**data["layout"]),
             cluster=Cluster.from_dict(data["cluster"]),
             predicted={
-                name: Ledger(_UNITS[name], table.get("terms", {})) for name, table in data.get("predicted", {}).items()
+                name: Ledger.read(f"plan.predicted.{name}", _UNITS[name], table.get("terms", {}))
+                for name, table in data.get("predicted", {}).items()
             },
         )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loadmaster.describe.require import flag, one_of, real, whole
 from loadmaster.errors import InvalidInput
 
-__all__ = ["OPTIMIZERS", "Workload"]
+__all__ = ["LOSSES", "OPTIMIZERS", "Workload"]
 
+LOSSES = ("cross_entropy", "fused", "chunked")
 # moments kept per parameter
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1, "adagrad": 1}
 
@@ -38,22 +40,17 @@ class Workload:
     expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in ("global_batch_size", "seq_len"):
-            if getattr(self, field) < 1:
-                raise InvalidInput(
-                    f"workload.{field}", getattr(self, field), "must be at least 1", "give a positive count"
-                )
-        for field, allowed in (("frozen", ("none", "lora", "qlora")), ("lora_targets", ("linear", "attention"))):
-            if getattr(self, field) not in allowed:
-                raise InvalidInput(
-                    f"workload.{field}", getattr(self, field), "is not known", f"use one of {', '.join(allowed)}"
-                )
+        whole("workload.global_batch_size", self.global_batch_size)
+        whole("workload.seq_len", self.seq_len)
+        whole("workload.lora_rank", self.lora_rank, least=0)
+        flag("workload.causal", self.causal)
+        real("workload.expert_imbalance", self.expert_imbalance, least=1.0)
+        one_of("workload.frozen", self.frozen, ("none", "lora", "qlora"))
+        one_of("workload.lora_targets", self.lora_targets, ("linear", "attention"))
+        one_of("workload.loss", self.loss, LOSSES)
+        one_of("workload.optimizer", self.optimizer, OPTIMIZERS)
         if (self.frozen != "none") != (self.lora_rank > 0):
             raise InvalidInput("workload.lora_rank", self.lora_rank, "goes with frozen=lora or qlora", "set both")
-        if self.optimizer not in OPTIMIZERS:
-            raise InvalidInput(
-                "workload.optimizer", self.optimizer, "is not known", f"use one of {', '.join(OPTIMIZERS)}"
-            )
 
     @property
     def tokens(self) -> int:

@@ -39,10 +39,16 @@ def read_ledgers(body: Mapping[str, Any]) -> dict[str, Ledger]:
     Raises:
         InvalidInput: a ledger lacks its unit or terms.
     """
-    try:
-        return {kind: Ledger(table["unit"], table["terms"]) for kind, table in body.items() if kind in TITLES}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput("ledger", error, "has the wrong form", "give the ledger.json that train wrote") from None
+    if not isinstance(body, Mapping):
+        raise InvalidInput("ledger", repr(body), "is no table of ledgers", "give the ledger.json that train wrote")
+    found = {}
+    for kind in TITLES:
+        table = body.get(kind)
+        if isinstance(table, Mapping):
+            found[kind] = Ledger.read(f"ledger.{kind}", table.get("unit"), table.get("terms"))
+        elif table is not None:
+            raise InvalidInput(f"ledger.{kind}", repr(table), "is no ledger", "give the ledger.json that train wrote")
+    return found
 
 
 def compare_run(predicted: Mapping[str, Ledger], measured: Mapping[str, Ledger]) -> dict[str, Comparison]:

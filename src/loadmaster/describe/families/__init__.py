@@ -152,7 +152,7 @@ def read_config(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, d
 def _load(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput("model", str(path), f"is no JSON ({error})", "give a Hugging Face config.json") from None
     if not isinstance(raw, dict):
         raise InvalidInput("model", str(path), "holds no JSON object", "give a Hugging Face config.json")
