@@ -136,7 +136,7 @@ while True:
 
 def test_a_kill_during_a_save_never_loses_a_checkpoint(tmp_path: Path) -> None:
     chance, done = random.Random(4), 0
-    for _ in range(4):
+    for _ in range(3):
         code = SAVE_FOREVER.format(tests=str(Path(__file__).parent), folder=str(tmp_path), first=done)
         writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
