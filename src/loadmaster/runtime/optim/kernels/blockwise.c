@@ -273,7 +273,8 @@ static void adagrad(float *restrict p, const float *restrict g, float *restrict 
 }
 
 #ifdef WIDE
-/* adam on coded moments in one pass: decode, update, keep the new moments and their largest magnitudes */
+/* adam on coded moments in one pass: decode, update, keep the new moments and their largest magnitudes. The quotient
+ * is a 14-bit estimate and one Newton step, within 2^-26 of it: the divider would be busy half of the time. */
 static inline __attribute__((always_inline)) void adam_wide(
     float *restrict p, const float *restrict g, const int8_t *restrict mc, const uint8_t *restrict vc,
     float *restrict m_out, float *restrict v_out, float *m_scale, float *v_scale, int n, const Scalars *s, int plain) {
@@ -297,7 +298,9 @@ static inline __attribute__((always_inline)) void adam_wide(
             top_m = _mm512_max_epu32(top_m, _mm512_andnot_epi32(vbits(0x80000000u), as_vi(m)));
             top_v = _mm512_max_epu32(top_v, as_vi(v));
             vf d = _mm512_fmadd_ps(_mm512_sqrt_ps(v), vset(s->root), vset(s->eps));
-            w = _mm512_fnmadd_ps(vset(s->step), _mm512_div_ps(m, d), _mm512_mul_ps(w, vset(s->decay)));
+            vf q = _mm512_rcp14_ps(d);
+            q = _mm512_fmadd_ps(q, _mm512_fnmadd_ps(d, q, vset(1.0f)), q);
+            w = _mm512_fnmadd_ps(_mm512_mul_ps(m, vset(s->step)), q, _mm512_mul_ps(w, vset(s->decay)));
             _mm512_storeu_ps(p + j, w);
         }
     }
