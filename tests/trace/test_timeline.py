@@ -254,3 +254,9 @@ def test_ghosts_and_real_tensors_are_traced_alike(zoo):
     assert ghostly.peak_bytes == real.peak_bytes
     assert ghostly.peak.event.op == real.peak.event.op
     assert ghostly.saved_bytes() == real.saved_bytes()
+
+
+def test_the_package_is_the_function():
+    import loadmaster as lm
+
+    assert lm.trace(nn.Linear(4, 4), torch.zeros(2, 4), optimizer="sgd").peak_bytes > 0

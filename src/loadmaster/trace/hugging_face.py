@@ -42,11 +42,18 @@ def _build(transformers: Any, raw: Mapping[str, Any]) -> nn.Module:
     try:
         config = transformers.AutoConfig.for_model(model_type, **fields)
         config.use_cache = False
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
         named = [n for n in raw.get("architectures") or [] if hasattr(transformers, str(n))]
+        make: Any = transformers.AutoModelForCausalLM.from_config
         if named:
-            module = getattr(transformers, named[0])._from_config(config, attn_implementation="sdpa")
-        else:
-            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            make = getattr(transformers, named[0])._from_config
+        try:
+            module = make(config, attn_implementation="sdpa")
+        except Exception as error:  # some models have their own attention only
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            module = make(config)
     except Exception as error:  # whatever a model class makes of a field it does not like
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidInput(
