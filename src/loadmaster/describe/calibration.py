@@ -11,7 +11,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 __all__ = ["Calibration"]
@@ -136,7 +136,7 @@ class Calibration:
 
 @cache
 def _tables() -> dict[str, Any]:
-    catalog = resources.files("loadmaster.describe").joinpath("catalog")
+    catalog = Path(__file__).with_name("catalog")
     files = ("calibration.toml", "calibration_fitted.toml")
     written, fitted = (tomllib.loads(catalog.joinpath(name).read_text(encoding="utf-8")) for name in files)
     return {**written, "pair": fitted}

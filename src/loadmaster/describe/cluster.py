@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -161,7 +160,7 @@ class Cluster:
             raise InvalidInput(
                 "cluster", repr(spec), "is no cluster", "write e.g. 8xh100-sxm, or a path to a .toml file"
             )
-        table = _catalogue().get(match[2].lower())
+        table = _entry(match[2].lower())
         if table is None:
             raise InvalidInput(
                 "cluster.device",
@@ -261,11 +260,18 @@ def _bytes(field: str, value: object) -> int:
 
 
 @cache
-def _catalogue() -> dict[str, Any]:
-    text = resources.files("loadmaster.describe").joinpath("catalog/devices.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+def _sections() -> dict[str, str]:
+    """The catalogue's text by device: a command that asks for one device parses one table."""
+    text = Path(__file__).with_name("catalog").joinpath("devices.toml").read_text(encoding="utf-8")
+    parts = re.split(r"(?m)^\[([^\].]+)\]", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _entry(name: str) -> dict[str, Any] | None:
+    section = _sections().get(name)
+    return None if section is None else tomllib.loads(section)
 
 
 def device_names() -> tuple[str, ...]:
     """Names in the catalogue."""
-    return tuple(_catalogue())
+    return tuple(_sections())
