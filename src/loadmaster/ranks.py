@@ -184,7 +184,9 @@ def _failure(ranks: list[_Rank], failed: list[_Rank], hint: str, log_dir: Path |
         more = " (out of memory?)" if name == "SIGKILL" else ""
         message = f"{where} was killed by {name}{more}; the other ranks were ended"
     elif report.get("user"):
-        return RankFailed(str(report["error"]), rank=first.rank, exit_status=int(report.get("exit_status", 1)))
+        trace = _keep_trace(first, log_dir)
+        more = f"{trace}; {hint}" if trace and hint else trace
+        return RankFailed(f"{report['error']}{more}", rank=first.rank, exit_status=int(report.get("exit_status", 1)))
     else:
         message = f"{where} failed: {report.get('error', f'exit status {code}')}; the other ranks were ended"
         message += _keep_trace(first, log_dir)
@@ -192,7 +194,7 @@ def _failure(ranks: list[_Rank], failed: list[_Rank], hint: str, log_dir: Path |
 
 
 def _keep_trace(rank: _Rank, log_dir: Path | None) -> str:
-    """Save where an error that is no user's came from; a sentence that says where."""
+    """Save where an error in code came from, if that is known; a sentence that says where."""
     trace = rank.report.with_suffix(".traceback")
     if log_dir is None or not trace.is_file():
         return ""
@@ -252,6 +254,8 @@ def _main(target: str) -> int:
     except LoadmasterError as error:
         report.update(error=str(error), user=True, exit_status=error.exit_status)
         status = error.exit_status
+        if trace := getattr(error, "trace", ""):  # an error of the user's own code, told by the rank that ran it
+            (folder / f"rank-{rank}.traceback").write_text(trace, encoding="utf-8")
     except KeyboardInterrupt:
         report.update(error="interrupted", user=True, exit_status=130)
         status = 130

@@ -173,3 +173,20 @@ def test_compare_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFi
     if text is not None:
         (tmp_path / "ledger.json").write_text(text)
     refuse(["compare", str(tmp_path)], capsys)
+
+
+@pytest.mark.ranks
+def test_an_error_in_the_model_is_told_once_with_its_rank_and_kept(folder: Path) -> None:
+    model = (folder / "tiny_model.py").read_text()
+    broken = "        if self.training and os.environ['RANK'] == '1': raise RuntimeError('the model broke')\n"
+    (folder / "tiny_model.py").write_text(model.replace("        x = self.embed", broken + "        x = self.embed"))
+    running = start(folder, "--out", "run", "--steps", "9")
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 1
+    message = [line for line in errors.splitlines() if line.startswith("loadmaster:")]
+    assert len(message) == 1
+    assert "rank 1 failed at step 0, stage 0, forward of micro-batch 0: RuntimeError: the model broke" in message[0]
+    assert "Traceback" not in errors
+    kept = list((folder / "run" / "logs").glob("*.traceback"))
+    assert len(kept) == 1
+    assert "tiny_model.py" in kept[0].read_text()

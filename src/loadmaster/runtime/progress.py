@@ -18,13 +18,12 @@ LINES = 10  # of a run without a terminal
 
 def describe_step(record: StepRecord) -> str:
     """One line of figures."""
-    speed = (
-        f"{record.mfu:.1%} MFU" if record.mfu is not None else f"{format_count(record.flops_per_second)}FLOP/s a rank"
-    )
-    parts = [
-        f"loss {record.loss:.3f}", f"{format_count(record.tokens_per_second)} tokens/s", speed,
-        f"memory {format_bytes(record.memory_bytes)}",
-    ]  # fmt: skip
+    parts = [f"loss {record.loss:.3f}", f"{format_count(record.tokens_per_second)} tokens/s"]
+    if record.mfu is not None:
+        parts.append(f"{record.mfu:.1%} MFU")
+    elif record.flops_per_second:
+        parts.append(f"{format_count(record.flops_per_second)}FLOP/s a rank")
+    parts.append(f"memory {format_bytes(record.memory_bytes)}")
     if record.peak_bytes > record.memory_bytes:  # measured by now
         parts[-1] += f", peak {format_bytes(record.peak_bytes)}"
     if record.loss_scale is not None:
