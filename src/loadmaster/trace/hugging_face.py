@@ -53,7 +53,7 @@ def _build(transformers: Any, raw: Mapping[str, Any]) -> nn.Module:
         except Exception as error:  # some models have their own attention only
             if "scaled_dot_product_attention" not in str(error):
                 raise
-            module = make(config)
+            module = make(config, attn_implementation="eager")
     except Exception as error:  # whatever a model class makes of a field it does not like
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidInput(
