@@ -90,7 +90,7 @@ def rank_main(args):
 
 
 def fit_link(args):
-    """alpha from all-reduces of nothing, bandwidth from large ones, both of ours."""
+    """alpha and bandwidth from streams of small and of large all-reduces of ours."""
     import torch
 
     from loadmaster.describe.layout import Layout
@@ -103,16 +103,20 @@ def fit_link(args):
     ours = PointToPoint(axis, Algorithm.DIRECT, TrafficMeter(), piece_bytes=1 << 30)
 
     def seconds(size, times):
-        buffer, found = torch.zeros(size // 4), []
-        for _ in range(times + 1):
-            start = time.perf_counter()
+        """Of one all-reduce in a stream of them, as buckets follow one another; the first two fill the filter."""
+        buffer = torch.zeros(size // 4)
+        for i in range(times + 2):
+            if i == 2:
+                start = time.perf_counter()
             ours.all_reduce(buffer)
-            found.append(time.perf_counter() - start)
-        return statistics.median(found[1:])
+        return (time.perf_counter() - start) / times
 
-    alpha = seconds(512, 20)
-    small, large = 1 << 20, 1 << 23
-    return {"alpha": alpha, "bandwidth": (large - small) / (seconds(large, 3) - seconds(small, 5))}
+    small, large = 1 << 17, 1 << 22
+    quick, slow = (
+        statistics.median(seconds(size, times) for _ in range(3)) for size, times in ((small, 24), (large, 2))
+    )
+    bandwidth = (large - small) / (slow - quick)
+    return {"alpha": max(quick - small / bandwidth, 0.0), "bandwidth": bandwidth}
 
 
 def measure(net, window, size, args, tier):
