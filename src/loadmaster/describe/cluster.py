@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -221,7 +221,7 @@ class Cluster:
                 "peak_flops": dict(device.peak_flops),
             },
             **{
-                tier: {"name": link.name, "latency": link.latency, "bandwidth": link.bandwidth}
+                tier: {f.name: getattr(link, f.name) for f in fields(link)}
                 for tier, link in (("intra_node", self.intra_node), ("inter_node", self.inter_node))
             },
         }
