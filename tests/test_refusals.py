@@ -152,3 +152,35 @@ def test_values_are_legal_from_birth(bad: Any) -> None:
 def test_counts_are_exact() -> None:
     assert Layout.parse("bucket_bytes=9007199254740993").bucket_bytes == 9007199254740993
     assert json.loads(json.dumps(Layout.parse("zero=1").to_dict()))["zero"] == 1
+
+
+def test_export_names_the_stack_to_plan_for(refused: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN.to_toml().replace("zero = 1", "zero = 3"))
+    assert "--stack megatron" in refused("export", path, "--to", "megatron")
+
+
+def test_a_cluster_keeps_every_figure_of_its_links() -> None:
+    slow = Link(latency=1e-6, bandwidth=1e9, gamma=1e-7)
+    cluster = Cluster(device=CLUSTER.device, devices_per_node=2, num_nodes=1, intra_node=slow, inter_node=LINK)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+
+
+def test_names_are_printed_as_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a:factory:b.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(SystemExit):
+        main(["price", str(tmp_path / "a:factory:b.json"), "--seq", "64"])
+    assert ":factory:" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_training_options_are_numbers_that_can_be() -> None:
+    pytest.importorskip("torch")
+    from loadmaster.runtime.audit_plan import audit_plan
+    from loadmaster.runtime.verify import verify
+
+    for name, bad in (("steps", -1), ("lr", -1.0), ("eps", float("nan")), ("seq_len", 0), ("weight_decay", -1.0)):
+        with pytest.raises(InvalidInput, match="must be a"):
+            audit_plan("anywhere.toml", **{name: bad})
+    for name, bad in (("steps", 0), ("seq_len", 0), ("tolerance", float("nan"))):
+        with pytest.raises(InvalidInput, match="must be a"):
+            verify(PLAN, **{name: bad})

@@ -54,7 +54,7 @@ def _show(found: Audit) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(emoji=False)
     table = Table(title=f"audit for {found.precision}", title_justify="left", show_lines=True)
     for name in ("", "what", "way out"):
         table.add_column(name, overflow="fold")

@@ -68,7 +68,7 @@ def show_ledgers(body: dict[str, Any]) -> None:
 
     from loadmaster.report.comparison import compare_run, comparison_table, read_ledgers
 
-    console = Console()
+    console = Console(emoji=False)
     comparisons = compare_run(read_ledgers(body.get("predicted") or {}), read_ledgers(body["measured"]))
     for kind, both in comparisons.items():
         console.print(comparison_table(kind, both))

@@ -54,7 +54,7 @@ def _show(found: Measurement, output: str) -> None:
             table.add_row(
                 what, f"{format_count(line['bandwidth'])}B/s", format_seconds(line["latency"]), f"{spread:.0%}"
             )
-    console = Console()
+    console = Console(emoji=False)
     console.print(table)
     console.print(
         f"memory of a rank {format_bytes(cluster.memory_bytes)}; wrote {output} (give it as --on)", highlight=False

@@ -38,6 +38,8 @@ def command(
 ) -> None:
     """Trace training steps of a module without a device: its peak, what is alive then, and who keeps it."""
     from loadmaster.describe.layout import Layout
+    from loadmaster.describe.require import real as finite
+    from loadmaster.describe.require import whole
     from loadmaster.report.timeline_text import print_timeline, timeline_json
     from loadmaster.trace.allocator import Rules
     from loadmaster.trace.api import trace
@@ -46,6 +48,9 @@ def command(
     for path in (html, snapshot):
         if path is not None:
             check_writable(path)
+    whole("--steps", steps)
+    if clip is not None:
+        finite("--clip", clip, above=0)
     timeline = trace(
         _factory(target, batch, parse_count(seq, field="--seq")), optimizer=optimizer, foreach=foreach,
         precision=dtype, recompute=recompute, clip=clip, steps=steps, real=real, name=target,

@@ -63,7 +63,7 @@ def _show(found: Verification) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(emoji=False)
     table = Table(title=f"{found.layout.describe()} against one process", title_justify="left")
     for name in ("step", "loss", "one process", "gradient norm", "one process", "gradients differ", "weights differ"):
         table.add_column(name, justify="right")

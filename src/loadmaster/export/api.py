@@ -50,11 +50,12 @@ def require(plan: PlanFile, target: str, fields: Mapping[str, object]) -> None:
     Raises:
         InvalidInput: naming the first field that differs.
     """
+    stack = target.split()[0].lower().removesuffix("-lm")
     for name, wanted in fields.items():
         value = getattr(plan.layout, name)
         allowed = wanted if isinstance(wanted, tuple) else (wanted,)
         if value not in allowed:
             raise InvalidInput(
                 f"layout.{name}", value, f"is nothing that {target} can run",
-                f"plan for it with --stack, or use {' or '.join(map(str, allowed))}",
+                f"plan for it with --stack {stack}, or use {' or '.join(map(str, allowed))}",
             )  # fmt: skip

@@ -271,7 +271,7 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        console = Console(stderr=True)
+        console = Console(stderr=True, emoji=False)
         self.bar = Progress(
             BarColumn(bar_width=20), TextColumn("{task.description}"), console=console, transient=True,
             disable=quiet or not console.is_terminal,

@@ -16,7 +16,7 @@ __all__ = ["print_catalog"]
 
 def print_catalog(models: Sequence[str], devices: Sequence[Device], stacks: Sequence[str]) -> None:
     """Print the three lists."""
-    out = Console()
+    out = Console(emoji=False)
     out.print("[bold]Models[/bold]")
     out.print(Columns(list(models), padding=(0, 3)))
     table = Table(title="Devices", title_justify="left", box=None, pad_edge=False, title_style="bold")

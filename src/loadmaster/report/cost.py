@@ -31,7 +31,7 @@ _COLOURS = (
 
 def print_cost(cost: Cost, found: Sequence[Remedy] = (), console: Console | None = None) -> None:
     """Print everything about one layout."""
-    out = console or Console()
+    out = console or Console(emoji=False)
     out.print(_headline(cost))
     out.print(memory_bar(cost.memory, cost.cluster.memory_bytes, width=min(out.width, 100)))
     out.print(_ledger_table("Memory, peak of the worst rank", cost.memory, format_bytes))

@@ -20,7 +20,7 @@ __all__ = ["print_plan"]
 
 def print_plan(result: PlanResult, explanation: Explanation, console: Console | None = None) -> None:
     """Print the best plans and what surrounds them."""
-    out = console or Console()
+    out = console or Console(emoji=False)
     assert result.best is not None
     best = result.best.cost
     out.print(

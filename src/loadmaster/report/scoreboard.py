@@ -94,7 +94,7 @@ def _worst_rows(rows: Sequence[Scored], attribute: str, limit: int) -> Rows:
 
 def print_scoreboard(rows: Sequence[Scored], summary: Mapping[str, Any], *, worst: int = 10) -> None:
     """Print the tables."""
-    out = Console()
+    out = Console(emoji=False)
     out.print(f"{summary['rows']:,} rows, {summary['priced']:,} priced, {len(summary['excluded'])} excluded")
     names, shares = _share_rows(rows)
     reasons = [(str(n), reason) for reason, n in summary["reasons"].items()][:worst]

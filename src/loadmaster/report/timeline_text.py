@@ -21,7 +21,7 @@ def print_timeline(
     capacity: int | None = None,
 ) -> None:  # fmt: skip
     """Print it, with what the caching allocator makes of it."""
-    console = console or Console()
+    console = console or Console(emoji=False)
     console.print(_render(timeline, top), highlight=False)
     if replayed is not None:
         for line in _allocator(replayed, capacity):

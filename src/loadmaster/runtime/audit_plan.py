@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from loadmaster.describe.model import Model
 from loadmaster.describe.plan_file import PlanFile
 from loadmaster.describe.precision import Precision
+from loadmaster.describe.require import real, whole
 from loadmaster.errors import InvalidInput
 from loadmaster.runtime.audit import Audit, Batch, audit
 from loadmaster.runtime.modules import build_module, vocab_size
@@ -41,6 +42,14 @@ def audit_plan(
         data: text to audit on (as `train` takes it); random tokens where None.
         precision: instead of the plan's. init_scale: of dynamic loss scaling.
     """
+    whole("--steps", steps)
+    for option, count in (("--seq", seq_len), ("--batch", batch_size)):
+        if count is not None:
+            whole(option, count)
+    for option, number in (("--lr", lr), ("--init-scale", init_scale)):
+        real(option, number, above=0)
+    for option, number in (("--eps", eps), ("--weight-decay", weight_decay)):
+        real(option, number)
     torch.manual_seed(seed)
     options: dict[str, Any] = {
         "steps": steps, "lr": lr, "eps": eps, "weight_decay": weight_decay, "init_scale": init_scale,

@@ -107,7 +107,7 @@ def open_sequences(
     if total - kept < 1:
         raise InvalidInput(
             "data", source, f"holds {len(tokens)} tokens, less than one sequence of {seq_len}",
-            "give more text, or a shorter --seq",
+            "give more text, or plan with a shorter --seq",
         )  # fmt: skip
     common: dict[str, Any] = {"tokens": tokens, "seq_len": seq_len, "seed": seed}
     train = Sequences(first=0, count=total - kept, **common)

@@ -40,7 +40,7 @@ class RunProgress:
 
     def __init__(self, steps: int, *, first_step: int = 0, quiet: bool = False) -> None:
         self.steps, self.quiet = steps, quiet
-        self.console = Console(stderr=True, quiet=quiet)
+        self.console = Console(stderr=True, emoji=False, quiet=quiet)
         self.live = self.console.is_terminal and not quiet
         self.every = max(1, -(-(steps - first_step) // LINES))
         self.started = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loadmaster.describe.layout import Layout
+from loadmaster.describe.require import real, whole
 from loadmaster.describe.workload import Workload
 from loadmaster.errors import InvalidInput
 from loadmaster.runtime.schedules import LearningRate
@@ -71,9 +72,10 @@ class Run:
     name: str = field(default="model")
 
     def __post_init__(self) -> None:
-        for name in ("eval_every", "save_every", "weight_decay", "clip", "seed"):
-            if getattr(self, name) < 0:
-                raise InvalidInput(name, getattr(self, name), "must not be below 0", "use 0 to switch it off")
+        for name in ("eval_every", "save_every", "seed"):
+            whole(name, getattr(self, name), least=0)
+        for name in ("weight_decay", "clip"):
+            real(name, getattr(self, name))
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidInput("betas", self.betas, "must be in [0, 1)", "use e.g. 0.9 and 0.95")
         if self.keep < 1:

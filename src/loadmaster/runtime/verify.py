@@ -16,6 +16,7 @@ from typing import Any
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.plan_file import PlanFile
 from loadmaster.describe.precision import Precision
+from loadmaster.describe.require import real, whole
 from loadmaster.errors import InvalidInput
 from loadmaster.ranks import run_ranks
 
@@ -122,6 +123,11 @@ def verify(
     if not as_planned:
         wanted = replace(wanted, precision="fp32")
     _check(wanted, steps)
+    if seq_len is not None:
+        whole("--seq", seq_len)
+    if tolerance is not None:
+        real("--tolerance", tolerance, above=0)
+    real("lr", lr, above=0)
     compute = Precision.named(wanted.precision).compute
     config = None if plan.config is None else _short(dict(plan.config), layers)
     payload = {
@@ -138,8 +144,7 @@ def verify(
 
 
 def _check(layout: Layout, steps: int) -> None:
-    if steps < 1:
-        raise InvalidInput("--steps", steps, "must be at least 1", "use 2")
+    whole("--steps", steps)
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(layout, axis) != 1:
             raise InvalidInput(
