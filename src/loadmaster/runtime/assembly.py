@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.precision import Precision, Rounding
 from loadmaster.errors import InvalidInput
 from loadmaster.program.buckets import Bucket, buckets_of, stage_in_force
-from loadmaster.program.params import EMBEDDING, HEAD, Parameter, ParameterTable
+from loadmaster.program.params import EMBEDDING, ParameterTable
 from loadmaster.program.ring import Algorithm
 from loadmaster.program.shards import Range
 from loadmaster.runtime.accumulate import batch_dependent_layers
@@ -24,6 +23,7 @@ from loadmaster.runtime.agreement import Agreement
 from loadmaster.runtime.communication import Communication
 from loadmaster.runtime.mesh import Axis, DataMesh, data_mesh
 from loadmaster.runtime.optimizer import Leaf, OptimizerConfig, build_optimizer, make_leaf, scales_in_step
+from loadmaster.runtime.parameters import DTYPES, broadcast, cast_parameters, find_blocks, parameter_table
 from loadmaster.runtime.recompute import recompute_blocks
 from loadmaster.runtime.reducer import BufferPool, GradientBucket, Reducer
 from loadmaster.runtime.ring import Collectives, collectives_for
@@ -34,8 +34,6 @@ from loadmaster.runtime.waits import WeightWaits
 from loadmaster.runtime.zero import Gathered, ParameterBucket
 
 __all__ = ["Assembly", "assemble", "find_blocks"]
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -156,8 +154,8 @@ def assemble(
     precision = Precision.named(layout.precision)
     _refuse(layout)
     module.to(where.device)
-    _cast_parameters(module, precision)
-    _broadcast(module, where.data)
+    cast_parameters(module, precision)
+    broadcast(module, where.data)
     meter = TrafficMeter()
     agreement = Agreement(where.data.rank, where.data.size, timeout=timeout)
     communication = Communication(where.device, meter, agreement.check) if where.data.size > 1 else None
@@ -191,82 +189,12 @@ def assemble(
     )  # fmt: skip
 
 
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest ModuleList (or Sequential) of layers of one class that hold parameters."""
-    best: list[nn.Module] = []
-    for part in module.modules():
-        if not isinstance(part, nn.ModuleList | nn.Sequential):
-            continue
-        layers = list(part)
-        same = len({type(layer) for layer in layers}) == 1 and any(True for _ in layers[0].parameters())
-        if layers and same and len(layers) > len(best) and any(True for _ in layers[0].children()):
-            best = layers
-    return best
-
-
-def parameter_table(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[ParameterTable, dict[str, Tensor]]:
-    """Rows in the module's order and the tensors by name.
-
-    A parameter that two blocks share, or a block and what lies outside, counts as outside. Outside, what the module
-    registers before its first block is embedding, the rest head.
-    """
-    layers = _layers(module, blocks)
-    rows: list[Parameter] = []
-    named: dict[str, Tensor] = {}
-    outside = EMBEDDING
-    for name, param in module.named_parameters():
-        found = layers.get(id(param), set())
-        layer = next(iter(found)) if len(found) == 1 else outside
-        outside = HEAD if found else outside
-        named[name] = param
-        rows.append(
-            Parameter(
-                name=name, shape=tuple(param.shape), layer=layer,
-                trainable=param.requires_grad, group=str(param.dtype).removeprefix("torch."),
-            )
-        )  # fmt: skip
-    return ParameterTable(tuple(rows)), named
-
-
-def _layers(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """Parameter id to the blocks it is in; `EMBEDDING` stands for outside them."""
-    found: dict[int, set[int]] = {}
-    for i, block in enumerate(blocks):
-        for param in block.parameters():
-            found.setdefault(id(param), set()).add(i)
-    inside = {id(part) for block in blocks for part in block.modules()}
-    for part in module.modules():
-        if id(part) not in inside:
-            for param in part.parameters(recurse=False):
-                if id(param) in found:
-                    found[id(param)].add(EMBEDDING)
-    return found
-
-
 def _refuse(layout: Layout) -> None:
     if layout.reduce_each_micro_batch and layout.zero == 0:
         raise InvalidInput(
             "layout.reduce_each_micro_batch", True, "saves nothing while every rank keeps the whole gradient",
             "use zero=1 or higher, or drop it",
         )  # fmt: skip
-
-
-def _cast_parameters(module: nn.Module, precision: Precision) -> None:
-    """Cast parameters, not buffers: positions and frequencies stay in fp32."""
-    if precision.param in ("bf16", "fp16"):
-        for param in module.parameters():
-            if param.is_floating_point():
-                param.data = param.data.to(DTYPES[precision.param])
-
-
-def _broadcast(module: nn.Module, data: Axis) -> None:
-    """Every rank starts from rank 0's weights and buffers."""
-    if data.group is not None:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            source = tensor.detach().contiguous()
-            dist.broadcast(source, group=data.group, group_src=0)
-            if source.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(source)
 
 
 def _algorithm(name: str, mesh: DataMesh) -> Algorithm:
