@@ -127,7 +127,8 @@ class Deferral:
     """Whole copies of the stream (4 T h bytes each) that wait for the communication stream before they are reused.
 
     The host runs ahead of the device; what NCCL still reads or writes cannot be handed out again, so unsharded tensors
-    pile up. Receiving from another stage stops the host and with it the pile.
+    pile up. Receiving from another stage stops the host and with it the pile. The numbers are fitted on measured rows,
+    by pp and tp, not derived: docs/validation.md says what they are worth on a model they were not fitted on.
 
     Attributes:
         copies: by pipeline stages (from that number on), then by tp 2, 4, 8, 16 and more.
