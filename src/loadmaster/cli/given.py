@@ -40,7 +40,7 @@ def add_step_options(parser: ArgumentParser) -> None:
     add("--memory-cap", metavar="BYTES", help="bytes a rank may use, e.g. 24GiB")
     add("--stack", metavar="NAME", default="loadmaster", help="training software (see: loadmaster catalog)")
     add("--optimizer", metavar="NAME", default="adamw", help="adamw, sgd, sgd_momentum, lion, ...")
-    add("--loss", metavar="NAME", default="cross_entropy", help="cross_entropy, fused or chunked")
+    add("--loss", metavar="NAME", default="cross_entropy", help="cross_entropy, fused, fused_native or chunked")
     add("--causal", action="store_true", help="count attention FLOPs as causal: half")
     add("--json", action="store_true", help="print one JSON document")
 

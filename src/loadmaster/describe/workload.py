@@ -9,7 +9,7 @@ from loadmaster.errors import InvalidInput
 
 __all__ = ["LOSSES", "OPTIMIZERS", "Workload"]
 
-LOSSES = ("cross_entropy", "fused", "chunked")
+LOSSES = ("cross_entropy", "fused", "fused_native", "chunked")
 # moments kept per parameter
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "lion": 1, "adagrad": 1}
 
@@ -22,7 +22,8 @@ class Workload:
         global_batch_size: sequences a step, over all ranks.
         seq_len: tokens a sequence.
         optimizer: one of `OPTIMIZERS`.
-        loss: ``cross_entropy`` (eager), ``fused`` (no fp32 logits kept), ``chunked``.
+        loss: ``cross_entropy`` (eager), ``fused`` (no fp32 logits kept), ``chunked``; ``fused_native``: the framework's
+            own fusion where it has one (Megatron, accelerate with kernels), else as eager.
         frozen: ``none``; ``lora``: only adapters of `lora_rank` train, on the blocks' linear layers that `lora_targets`
             names (``linear``: all, ``attention``: its projections); ``qlora``: and the frozen matrices are 4-bit.
         causal: count attention FLOPs as causal (half), not full.

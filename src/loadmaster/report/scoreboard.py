@@ -137,8 +137,9 @@ def markdown(rows: Sequence[Scored], summary: Mapping[str, Any], *, command: str
     lines = [
         "# Scoreboard: the laws on published runs", "",
         f"Written by `{command}`; do not edit. {summary['rows']} rows, {summary['priced']} of them priced, with one "
-        "set of constants a stack and a device and nothing fitted a row or a model. Constants of allocators were fitted on "
-        "these same rows; nanotron's include a table by pp and tp: [held out](validation.md#what-was-fitted) it does worse.", "",
+        "set of constants a stack and a device and nothing fitted a row or a model. Constants of allocators were "
+        "fitted on these same rows, nanotron's with a table by pp and tp: "
+        "[held out](validation.md#what-was-fitted) it does worse.", "",
         "## Memory", "",
         "(predicted - measured) / measured, in the kind the source measured: allocated, reserved, or the whole device. "
         "Rows whose source leaves out something that moves memory (recompute, the kind of figure, the micro-batch, "
