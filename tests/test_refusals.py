@@ -184,3 +184,19 @@ def test_training_options_are_numbers_that_can_be() -> None:
     for name, bad in (("steps", 0), ("seq_len", 0), ("tolerance", float("nan"))):
         with pytest.raises(InvalidInput, match="must be a"):
             verify(PLAN, **{name: bad})
+
+
+def test_ranks_threads_and_data_that_can_be(refused: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "plan.toml"
+    PLAN.save(path)
+    train = ("train", path, "-o", tmp_path / "run")
+    assert "--data" in refused(*train, "--data", "")
+    assert "--threads" in refused(*train, "--data", "stdlib", "--threads", "0")
+    assert "clip" in refused(*train, "--data", "stdlib", "--clip", "nan")
+    trace = ("trace", "gpt2", "--seq", "8")
+    assert "--rank" in refused(*trace, "--rank", "9")
+    assert "--stage" in refused(*trace, "--layout", "pp=2", "--stage", "2")
+    assert "--micro-batches" in refused(*trace, "--layout", "pp=2", "--micro-batches", "0")
+    assert "--steps" in refused(*trace, "--steps", "0")
+    assert not (tmp_path / "run").exists()

@@ -16,7 +16,9 @@ _MARKS = {"error": "[bold red]error[/]", "warning": "[yellow]warning[/]", "note"
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="A plan file, or package.module:factory.")],
+    target: Annotated[
+        str, typer.Argument(metavar="PLAN|PKG.MOD:FACTORY", help="A plan file, or package.module:factory.")
+    ],
     data: Annotated[str | None, typer.Option(help="Text to audit on, or random tokens.")] = None,
     steps: Annotated[int, typer.Option(help="Steps to run.")] = 3,
     seq: Annotated[int | None, typer.Option(help="Tokens a sequence; else the plan's, at most 512.")] = None,

@@ -13,7 +13,7 @@ from loadmaster.errors import InvalidInput
 
 
 def command(
-    run: Annotated[str, typer.Argument(help="Folder of a run (or its ledger.json).")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run (or its ledger.json).")],
     tolerance: Annotated[
         float | None, typer.Option(help="Exit with 1 if the memory peak is off by more than this many per cent.")
     ] = None,

@@ -49,12 +49,17 @@ def command(
         if path is not None:
             check_writable(path)
     whole("--steps", steps)
+    spread = Layout.parse(layout) if layout else None
+    whole("--rank", rank, least=0, most=0 if spread is None else spread.world_size - 1)
+    whole("--stage", stage, least=0, most=0 if spread is None else spread.pp - 1)
+    if micro_batches is not None:
+        whole("--micro-batches", micro_batches)
     if clip is not None:
         finite("--clip", clip, above=0)
     timeline = trace(
         _factory(target, batch, parse_count(seq, field="--seq")), optimizer=optimizer, foreach=foreach,
         precision=dtype, recompute=recompute, clip=clip, steps=steps, real=real, name=target,
-        layout=Layout.parse(layout) if layout else None, rank=rank, stage=stage, micro_batches=micro_batches,
+        layout=spread, rank=rank, stage=stage, micro_batches=micro_batches,
     )  # fmt: skip
     limit = None if capacity is None else parse_count(capacity, field="--capacity")
     replayed = replay(timeline, Rules.parse(alloc_conf), capacity=limit)

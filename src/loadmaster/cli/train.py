@@ -15,6 +15,7 @@ from loadmaster.describe.cluster import Cluster
 from loadmaster.describe.layout import Layout
 from loadmaster.describe.plan_file import PlanFile
 from loadmaster.describe.precision import Precision
+from loadmaster.describe.require import whole
 from loadmaster.errors import InvalidInput, LoadmasterError, MissingDependency
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 
 
 def command(
-    plan: Annotated[str, typer.Argument(help="Plan file, as loadmaster plan -o writes it.")],
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="Plan file, as loadmaster plan -o writes it.")],
     data: Annotated[str, typer.Option(help="Text, JSONL, Parquet, a dataset on disk, a folder of them; or stdlib.")],
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder of the run [runs/<plan's name>].")] = None,
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json or its folder, or bytes.")] = "bytes",
@@ -61,6 +62,10 @@ def command(
         os.environ.setdefault(name, level)
     try:
         _need_runtime()
+        if not data.strip():
+            raise InvalidInput("--data", repr(data), "names nothing", "give text files, their folder, or stdlib")
+        if threads is not None:
+            whole("--threads", threads)
         chosen = _changed(PlanFile.load(plan), layout)
         folder = out or f"runs/{Path(plan).stem}"
         check_writable_folder(folder)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    plan: Annotated[str, typer.Argument(help="Plan file, as loadmaster plan -o writes it.")],
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="Plan file, as loadmaster plan -o writes it.")],
     layout: Annotated[str | None, typer.Option(help="Change fields of the plan's layout: dp_shard=2,zero=3.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 2,
     seq: Annotated[int | None, typer.Option(help="Tokens a sequence; else the plan's, at most 64.")] = None,

@@ -39,12 +39,12 @@ def real(field: str, value: object, *, least: float = 0.0, above: float | None =
     >>> real("link.bandwidth", float("nan"), above=0)
     Traceback (most recent call last):
         ...
-    loadmaster.errors.InvalidInput: link.bandwidth = nan: must be a finite number above 0; write e.g. 1.5e9
+    loadmaster.errors.InvalidInput: link.bandwidth = nan: must be a finite number above 0; give such a number
     """
     rule = f"must be a finite number {f'of at least {least:g}' if above is None else f'above {above:g}'}"
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not math.isfinite(number) or number < least or (above is not None and number <= above):
-        raise InvalidInput(field, repr(value), rule, "write e.g. 1.5e9")
+        raise InvalidInput(field, repr(value), rule, "give such a number")
     return number
 
 
