@@ -200,3 +200,15 @@ def test_ranks_threads_and_data_that_can_be(refused: Any, tmp_path: Path) -> Non
     assert "--micro-batches" in refused(*trace, "--layout", "pp=2", "--micro-batches", "0")
     assert "--steps" in refused(*trace, "--steps", "0")
     assert not (tmp_path / "run").exists()
+
+
+def test_positions_are_a_count_in_every_family(refused: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": "many"}))
+    assert "config.max_position_embeddings" in refused("price", tmp_path)
+
+
+def test_a_plan_is_exported_from_its_file_too(tmp_path: Path) -> None:
+    import loadmaster as lm
+
+    PLAN.save(tmp_path / "plan.toml")
+    assert lm.export(tmp_path / "plan.toml", "deepspeed") == lm.export(PLAN, "deepspeed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from os import PathLike
 
 from loadmaster.describe.plan_file import PlanFile
 from loadmaster.errors import InvalidInput
@@ -32,8 +33,8 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export(plan: PlanFile, to: str) -> Exported:
-    """The files that make `to` run the plan's layout.
+def export(plan: PlanFile | str | PathLike[str], to: str) -> Exported:
+    """The files that make `to` run the layout of a plan, read or not.
 
     Raises:
         InvalidInput: unknown target, or a layout that it cannot run.
@@ -41,7 +42,7 @@ def export(plan: PlanFile, to: str) -> Exported:
     if to not in TARGETS:
         raise InvalidInput("--to", to, "is no target", f"use one of {', '.join(TARGETS)}")
     files: Callable[[PlanFile], Exported] = import_module(f"loadmaster.export.{TARGETS[to]}").files
-    return files(plan)
+    return files(plan if isinstance(plan, PlanFile) else PlanFile.load(plan))
 
 
 def require(plan: PlanFile, target: str, fields: Mapping[str, object]) -> None:

@@ -75,6 +75,7 @@ def from_hf(source: str | PathLike[str] | Mapping[str, Any]) -> Model:
         if architecture in (headed, bare):
             family = import_module(f"loadmaster.describe.families.{module}")
             fields = Fields(raw, aliases=getattr(family, "ALIASES", None))
+            fields.optional_count("max_position_embeddings", minimum=0)  # not every family counts with it; all state it
             built = getattr(family, function)(
                 fields, name=name, model_type=model_type, with_head=architecture == headed
             )
