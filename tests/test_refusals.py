@@ -212,3 +212,9 @@ def test_a_plan_is_exported_from_its_file_too(tmp_path: Path) -> None:
 
     PLAN.save(tmp_path / "plan.toml")
     assert lm.export(tmp_path / "plan.toml", "deepspeed") == lm.export(PLAN, "deepspeed")
+
+
+def test_a_misspelt_field_of_a_device_is_not_passed_over(refused: Any, tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    path.write_text("[device]\nname = 'card'\n[device.peak_flopz]\nbf16 = 1e12\n")
+    assert "peak_flopz" in refused("price", "gpt2", "--on", path)

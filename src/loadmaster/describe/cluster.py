@@ -183,6 +183,11 @@ class Cluster:
             raise InvalidInput(
                 "cluster", str(path), f"cannot be read ({error})", "give a file that loadmaster measure wrote"
             ) from None
+        device = data.get("device")
+        known = [f.name for f in fields(Device)]
+        for name in device if isinstance(device, Mapping) else ():
+            if name not in known:
+                raise InvalidInput("cluster.device", name, "is no field of a device", f"use {', '.join(known)}")
         return cls.from_dict(data)
 
     @classmethod
