@@ -14,13 +14,13 @@ from loadmaster.describe.layout import Layout
 
 __all__ = ["recompute_blocks", "recomputed_blocks"]
 
-_ATTENTION_CORE = ("scaled_dot_product", "_softmax", "bmm", "dropout", "_flash_attention", "_efficient_attention")
-# dropout on the CPU fills an empty tensor in place: all random work is done again, from the kept random state
-_RANDOM = ("empty", "bernoulli", "rand")
+# What is kept: outputs of matrix products and convolutions, the dear part of a forward. Attention scores are batched
+# products and are made again, as is everything cheap; random work too, from the kept random state.
+_KEPT = ("mm", "addmm", "_grouped_mm", "convolution")
 
 
 def recomputed_blocks(num_blocks: int, layout: Layout) -> tuple[int, ...]:
-    """Indices of the blocks that are recomputed, wholly or in their attention core."""
+    """Indices of the blocks that are recomputed, wholly or but for their matrix products."""
     match layout.recompute:
         case "full" | "selective":
             return tuple(range(num_blocks))
@@ -34,7 +34,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], layout: Layout) -> None:
     """Run the chosen blocks' forwards under checkpoint; random state is kept, so dropout masks repeat."""
     options: dict[str, Any] = {"use_reentrant": False}
     if layout.recompute == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _attention_core_policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _products_policy)
     for index in recomputed_blocks(len(blocks), layout):
         block = blocks[index]
         block.forward = _checkpointed(block.forward, options)
@@ -49,9 +49,7 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return run
 
 
-def _attention_core_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Recompute the attention core and whatever draws numbers or writes in place, save all else."""
-    name = op.__name__ if hasattr(op, "__name__") else str(op)
-    schema = getattr(op, "_schema", None)
-    again = any(part in name for part in _ATTENTION_CORE + _RANDOM) or (schema is not None and schema.is_mutable)
-    return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+def _products_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save what a matrix product made; recompute the attention core, norms, activations and random work."""
+    name = str(op.__name__ if hasattr(op, "__name__") else op).split(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
