@@ -11,6 +11,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[runtime,dev]'
+	$(BIN)/python -m compileall -q src/loadmaster  # also where PYTHONDONTWRITEBYTECODE is set
 	touch $(STAMP)
 
 demo: $(STAMP)

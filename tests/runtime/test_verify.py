@@ -80,7 +80,7 @@ def test_what_is_too_much_or_not_run_is_refused(here: Path) -> None:
         verify(plan("toys:right", tp=2))
     with pytest.raises(InvalidInput, match=r"has 64 ranks; 16 are started here at most"):
         verify(plan("toys:right", dp_shard=64))
-    with pytest.raises(InvalidInput, match=r"--steps = 0: must be at least 1"):
+    with pytest.raises(InvalidInput, match=r"--steps = 0: must be a whole number of at least 1"):
         verify(plan("toys:right", dp_shard=2), steps=0)
 
 

@@ -203,7 +203,7 @@ class Cluster:
             device=_device(given("cluster", data, "device", see=_SEE)),
             devices_per_node=given("cluster", data, "devices_per_node", see=_SEE),
             num_nodes=data.get("num_nodes", 1),
-            memory_cap=_bytes("cluster.memory_cap", data["memory_cap"]) if "memory_cap" in data else None,
+            memory_cap=_bytes("cluster.memory_cap", data["memory_cap"]) if data.get("memory_cap") is not None else None,
             source=str(data.get("source", "")), link_domain=domain, **links,
         )  # fmt: skip
 
