@@ -58,3 +58,12 @@ def test_planning_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_room_does_not_hide_the_function_of_its_name() -> None:
+    code = (
+        "import loadmaster as lm, loadmaster.export.api, loadmaster.trace.api\n"
+        "assert callable(lm.export) and callable(lm.trace), (lm.export, lm.trace)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
