@@ -29,7 +29,7 @@ class Layout:
         zero: 0 whole, 1 optimizer, 2 + gradients, 3 + parameters sharded over dp_shard.
         micro_batch_size: sequences of one forward on one data rank.
         schedule, virtual_stages: pipeline order and model chunks per rank.
-        recompute: ``none``, ``selective`` (attention core), ``full`` (every block), ``blocks`` (the first
+        recompute: ``none``, ``selective`` (priced as the attention core), ``full`` (every block), ``blocks`` (the first
             `recompute_blocks` blocks of each stage).
         precision: a name of `Precision.named`; optimizer_bits: 32 or 8.
         bucket_bytes: gradient bytes reduced at once; reduce_each_micro_batch: reduce before the window ends.
